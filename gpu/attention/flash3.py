@@ -37,9 +37,9 @@ def _load() -> Any:
     try:
         import_module("fa3_fwd._C")  # registers the operator
         return torch.ops.fa3_fwd.fwd
-    except ModuleNotFoundError:
-        return None
-    except (ImportError, OSError, AttributeError) as error:
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "fa3_fwd":
+            return None
         log.warning("flash3 event=not_loaded reason=%r", str(error).splitlines()[0])
         return None
 

@@ -5,7 +5,7 @@ attention returns for that row, so padding rows and packed neighbours change not
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,6 +78,11 @@ class Carried:
     output_gate: Tensor | None = None
     adapters: AdapterRows | None = None
     adapts: bool = True
+
+    def of_rows(self, rows: Tensor) -> "Carried":
+        """Return what these tokens get behind attention. rows: their indices, int64."""
+        inputs, gate = (None if one is None else one[rows] for one in (self.inputs, self.output_gate))
+        return replace(self, inputs=inputs, kept={}, query_scale=None, output_gate=gate, adapters=None)
 
 
 def parted_gates(rows: Tensor, num_heads: int, is_apart: bool) -> tuple[Tensor, Tensor]:
@@ -155,16 +160,23 @@ class Decoder:
         return scale.to(self.weights.embedding.dtype)[:, None, None]
 
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
-              target: Target = IN_POOL, carried: Carried | None = None) -> Tensor:  # fmt: skip
+              target: Target = IN_POOL, carried: Carried | None = None,
+              wanted: Tensor | None = None) -> Tensor:  # fmt: skip
         """Compute one layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`.
 
-        Keys and values are written to the slots' pages.
+        Keys and values are written to the slots' pages. `hidden` may be overwritten, as in `leave` and `mlp`.
 
         positions: int64 `[tokens]`. slots: int32 `[tokens]`, -1 in padding rows. carried: may be None only for a model
-        that carries nothing. When `attend` is called, the KV of these tokens is already written.
+        that carries nothing. wanted: indices of the tokens, int64, whose hidden states are returned, and with whose
+        queries alone `attend` is called; None: all. When `attend` is called, the KV of all these tokens is written.
         """
         cells = positions if target.cells is None else target.cells
         query, pre_rope_query = self.enter(index, hidden, positions, cells, slots, target.pages, target.see, carried)
+        if wanted is not None:
+            query, pre_rope_query, hidden, slots = (one[wanted] for one in (query, pre_rope_query, hidden, slots))
+            carried = None if carried is None else carried.of_rows(wanted)
+            if not len(wanted):
+                return hidden
         attended = attend(query, pre_rope_query)
         return self.leave(index, hidden, attended.out, attended.lse, slots, carried=carried)
 

@@ -194,7 +194,10 @@ class Projections:
     def output(
         self, layer: int, attended: Tensor, hidden: Tensor, adapters: AdapterRows | None = None
     ) -> Tensor:  # fmt: skip
-        """Return the output projection added to `hidden`. attended: `[tokens, heads * dim]` of any floating dtype."""
+        """Return the output projection added to `hidden`, which may be overwritten with the sum.
+
+        attended: `[tokens, heads * dim]` of any floating dtype.
+        """
         weights = self.weights.layers[layer]
         return self._add(
             attended, layer, "output", weights.output_bias, weights.attention_post_norm, hidden, adapters
@@ -202,7 +205,7 @@ class Projections:
 
     def mlp(self, layer: int, hidden: Tensor, slots: Tensor | None = None,
             exchange: ExpertExchange | None = None, adapters: AdapterRows | None = None) -> Tensor:  # fmt: skip
-        """Return norm and MLP added to `hidden`.
+        """Return norm and MLP added to `hidden`, which may be overwritten with the sum.
 
         slots: int32 `[tokens]`, -1 in rows that are not in use; None: all are in use. exchange: see `ExpertMlp`.
         """

@@ -219,6 +219,11 @@ class RingSide(DeviceSide):
     def has_ring(self, slot: int) -> bool:
         return slot in self.held
 
+    @property
+    def sees_prompts(self) -> bool:
+        """Return whether `see_prompt` observes anything. If so, prefill computes all queries of such prompts."""
+        return False
+
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         """Observe queries of the slot's prompt, in order, with the keys up to them.
 

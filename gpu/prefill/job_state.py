@@ -50,6 +50,7 @@ class PackedTokens:
     end: int
     packing: Packing
     rows: Tensor
+    num_queries: int
 
 
 @dataclass(slots=True)
@@ -84,6 +85,11 @@ class JobState:
             self.hidden = rows
         elif rows.data_ptr() != self.hidden[chunk].data_ptr():
             self.hidden[chunk] = rows
+
+    def put_rows(self, rows: Tensor, hidden: Tensor) -> None:
+        """Store the new hidden states `[rows, hidden]` of single tokens. rows: their packed indices, int64."""
+        assert self.hidden is not None, "prefill: the job's tokens are embedded"
+        self.hidden.index_copy_(0, rows, hidden)
 
     def num_of_tail(self, unit: PrefillUnit) -> int:
         """Return how many tokens at the unit's end come after all document chunks."""
@@ -125,6 +131,17 @@ class JobState:
         if layer not in self.kept:
             self.kept[layer] = rows.new_empty(len(self.token_ids), rows.shape[1])
         self.kept[layer][chunk] = rows
+
+    @property
+    def is_read_at_ends(self) -> bool:
+        """Return whether the results need no final hidden states but those of each prompt's last token."""
+        pools_all = any(prompt.pooling is not None and prompt.pooling.reads_all for prompt in self.job.prompts)
+        return self.fused is None and self.job.num_scored_tokens == 0 and not pools_all
+
+    def ends(self, unit_begin: int, unit_end: int) -> list[PromptPart]:
+        """Return the last token of each prompt that ends in a unit, as a part of one token."""
+        last = [part for part in self.parts(unit_begin, unit_end) if part.context == len(part.prompt.token_ids)]
+        return [replace(part, begin=part.end - 1) for part in last]
 
     def parts(self, unit_begin: int, unit_end: int) -> list[PromptPart]:
         """Return the parts of a unit, prompt by prompt."""

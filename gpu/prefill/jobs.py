@@ -29,13 +29,14 @@ from gpu.layers.delta_layers import StatePart
 from gpu.layers.draft_head import DraftHead
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
-from gpu.prefill.job_state import JobState, ends_with, pack_job
+from gpu.prefill.job_state import JobState, PromptPart, ends_with, pack_job
 from gpu.prefill.layer_graphs import LayerGraphs
 from gpu.prefill.outputs import FinishedJob, finish_job, score_tokens
 from gpu.prefill.unit_attention import UnitAttention
 from gpu.prefill.window_attention import UnitPart, WindowedUnit, WindowPrefill
 from gpu.sampling.sampler import Sampler
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, Unit
+from gpu.upload import upload
 from transfer.chunks.chunk_format import ChunkKey
 from transfer.host_tier import HostMemoryError, HostTier
 
@@ -244,17 +245,47 @@ class Prefill:
             state.put(chunk, computed)
             state.keep(unit.layer, chunk, carried)
             return
-
-        def attend(query: Tensor, pre_rope_query: Tensor) -> Attended:
-            return self.attention.attend(state, unit, query, pre_rope_query)
-
-        computed = self._layer(state, unit.layer, chunk, attend, pages, None, carried)
-        state.put(chunk, computed)
+        self._compute_attending(state, unit, pages, carried)
         state.keep(unit.layer, chunk, carried)
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
             staged.end_layer(place)
             if state.load is not None:
                 state.load.end_layer(unit.layer)
+
+    def _compute_attending(self, state: JobState, unit: PrefillUnit, pages: Pages | None, carried: Carried) -> None:
+        """Compute a unit of a layer whose rows are in pages or staging.
+
+        The last layer writes all keys and values, but attends and goes on with each prompt's last token alone, where no
+        other token's result is read.
+        """
+        assert state.hidden is not None, "prefill: the job's tokens are embedded"
+        chunk, ends = slice(unit.begin, unit.end), self._ends(state, unit, pages)
+        parts = state.parts(unit.begin, unit.end) if ends is None else ends
+
+        def attend(query: Tensor, pre_rope_query: Tensor) -> Attended:
+            return self.attention.attend(state, unit, parts, query, pre_rope_query)
+
+        if ends is None:
+            state.put(chunk, self._layer(state, unit.layer, chunk, attend, pages, None, carried))
+            return
+        wanted = upload(np.array([part.begin for part in ends], dtype=np.int64), self.device)
+        hidden, positions, slots = state.hidden[chunk], state.positions[chunk], state.slots[chunk]
+        rows = self.decoder.layer(
+            unit.layer, hidden, positions, slots, attend, Target(pages), carried, wanted - unit.begin
+        )  # fmt: skip
+        state.put_rows(wanted, rows)
+
+    def _ends(self, state: JobState, unit: PrefillUnit, pages: Pages | None) -> list[PromptPart] | None:
+        """Return the last token of each prompt that ends in the unit, if of what the layer makes for queries nothing
+        else is read; None: all of it is, or a captured layer computes all of it.
+        """
+        is_last = unit.layer == self.decoder.architecture.main_layers - 1
+        if not is_last or unit.method != DENSE or self._head is not None or not state.is_read_at_ends:
+            return None
+        if self._graphs.covers(unit.layer, unit.end - unit.begin, pages):
+            return None
+        is_seen = any(self.attention.sees(prompt.slot) for prompt in state.job.prompts)
+        return None if is_seen else state.ends(unit.begin, unit.end)
 
     def _compute_recurrent(self, state: JobState, layer: int, chunk: slice, carried: Carried) -> Tensor:
         """Return the hidden states of a prefill chunk after a recurrent layer."""

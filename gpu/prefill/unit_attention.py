@@ -5,7 +5,7 @@ A prompt's queries get the same result as if the prompt were alone. Methods that
 queries in order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -56,22 +56,28 @@ class UnitAttention:
         self._device = gathered.pool.device
         self._most_packed_tokens = min(MOST_PACKED_TOKENS, gathered.pool.max_pages * gathered.pool.page_tokens)
 
-    def attend(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Attended:
+    def sees(self, slot: int) -> bool:
+        """Return whether a method that observes queries holds a ring of the slot."""
+        return any(method.sees_prompts and method.has_ring(slot) for method in self.reusing)
+
+    def attend(
+        self, state: JobState, unit: PrefillUnit, parts: Sequence[PromptPart], query: Tensor, pre_rope_query: Tensor
+    ) -> Attended:
         """Attend for a unit whose keys and values are written; all `[tokens, heads, dim]`.
 
-        Attention to latents is always dense.
+        parts: the tokens whose queries these are: all of the unit, or with the dense method the last ones of some of
+        its prompts. Attention to latents is always dense.
         """
         latent = self._decoder.latent
         if latent is not None:
             attended = []
-            for part in state.parts(unit.begin, unit.end):
+            for part, own in _with_rows(parts):
                 rows, _ = self._keys_and_values(state, part.prompt, unit.layer, part.context)
-                own = slice(part.begin - unit.begin, part.end - unit.begin)
                 attended.append(attend_to_latents(latent, unit.layer, query[own], rows[0]))
             return joined(attended)
         if state.job.is_scattered(unit.layer):
             return self._attend_scattered(state, unit, query, pre_rope_query)
-        return self._attend_packed(state, unit, query, pre_rope_query)
+        return self._attend_packed(state, unit, parts, query, pre_rope_query)
 
     def whole(self, state: JobState, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all tokens of the job's only prompt, as they are now."""
@@ -94,7 +100,7 @@ class UnitAttention:
     def _show_tail(self, state: JobState, unit: PrefillUnit, prefill_query: PrefillQuery) -> None:
         """Show a prompt's last queries, in order, to the methods in whose rings its slot takes part."""
         num_own, slot = state.num_of_tail(unit), state.job.prompts[0].slot
-        if not num_own or not any(method.has_ring(slot) for method in self.reusing):
+        if not num_own or not self.sees(slot):
             return
         end = prefill_query.num_prompt_tokens - (state.offsets[-1] - unit.end)
         own = slice(len(prefill_query.query) - num_own, None)
@@ -109,11 +115,12 @@ class UnitAttention:
         )
         self._show(tail, slot)
 
-    def _attend_packed(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Attended:
+    def _attend_packed(
+        self, state: JobState, unit: PrefillUnit, parts: Sequence[PromptPart], query: Tensor, pre_rope_query: Tensor
+    ) -> Attended:
         """Attend for a packed prefill chunk: all prompts in one launch, or prompt by prompt; all `[tokens, heads,
         dim]`.
         """
-        parts = state.parts(unit.begin, unit.end)
         window = self._decoder.specs[unit.layer].window_tokens
         is_packed = (unit.method == DENSE or window is not None) and len(parts) > 1 and has_flash(query)
         if is_packed and window is None:
@@ -126,24 +133,25 @@ class UnitAttention:
             packed_attended = packed_prefill_attention(
                 query, keys, values, packed.packing, self._decoder.scale, window, kernel
             )
-            for part in parts if window is None else ():
-                if any(method.has_ring(part.prompt.slot) for method in self.reusing):
-                    self._show(self._query_of(state, unit, part, query, pre_rope_query), part.prompt.slot)
+            for part, own in _with_rows(parts) if window is None else ():
+                if self.sees(part.prompt.slot):
+                    self._show(self._query_of(state, unit, part, query[own], pre_rope_query[own]), part.prompt.slot)
             return packed_attended
-        return joined([self._attend_part(state, unit, part, query, pre_rope_query) for part in parts])
+        return joined(
+            [self._attend_part(state, unit, part, query[own], pre_rope_query[own]) for part, own in _with_rows(parts)]
+        )
 
     def _attend_part(
         self, state: JobState, unit: PrefillUnit, part: PromptPart, query: Tensor, pre_rope_query: Tensor
     ) -> Attended:
-        """Attend for one prompt's part of a unit by the unit's method. query, pre_rope_query: of the whole unit."""
+        """Attend for one prompt's part of a unit by the unit's method. query, pre_rope_query: of the part."""
         side, prompt = self.sides[unit.method], part.prompt
         num_prompt_tokens = len(prompt.token_ids)
         window = self._decoder.specs[unit.layer].window_tokens
         if window is not None:  # methods take no part in such a layer
             keys, values = self._keys_and_values(state, prompt, unit.layer, part.context)
-            own = slice(part.begin - unit.begin, part.end - unit.begin)
-            return windowed_attention(query[own], keys, values, window, self._decoder.scale)
-        begin = part.context - (part.end - part.begin)
+            return windowed_attention(query, keys, values, window, self._decoder.scale)
+        begin = part.past
         keeps_state = unit.method != DENSE  # a dense prompt may have begun packed with others, and needs no state
         if keeps_state and begin == prompt.begin:
             state.method_states[prompt.slot] = side.make_state(unit.layer, begin, num_prompt_tokens)
@@ -157,34 +165,33 @@ class UnitAttention:
     def _show(self, query: PrefillQuery, slot: int) -> None:
         """Show queries to the methods that will reuse what similar queries read."""
         for method in self.reusing:
-            if method.has_ring(slot):
+            if method.sees_prompts and method.has_ring(slot):
                 method.see_prompt(slot, query, self.sides[DENSE].attend)
 
     def _query_of(
         self, state: JobState, unit: PrefillUnit, part: PromptPart, query: Tensor, pre_rope_query: Tensor
     ) -> PrefillQuery:
-        """Return one prompt's part of a unit as a PrefillQuery. query, pre_rope_query: of the whole unit."""
+        """Return one prompt's part of a unit as a PrefillQuery. query, pre_rope_query: of the part."""
         keys, values = self._keys_and_values(state, part.prompt, unit.layer, part.context)
-        own = slice(part.begin - unit.begin, part.end - unit.begin)
         return PrefillQuery(
             layer=unit.layer,
-            query=query[own],
-            pre_rope_query=pre_rope_query[own],
+            query=query,
+            pre_rope_query=pre_rope_query,
             keys=keys,
             values=values,
             positions=state.positions[part.begin : part.end],
-            begin=part.context - (part.end - part.begin),
+            begin=part.past,
             num_prompt_tokens=len(part.prompt.token_ids),
             scale=self._decoder.scale,
             state=None,
         )
 
-    def _pack(self, state: JobState, unit: PrefillUnit, parts: list[PromptPart]) -> PackedTokens:
+    def _pack(self, state: JobState, unit: PrefillUnit, parts: Sequence[PromptPart]) -> PackedTokens:
         """Return the packing of a unit's tokens. Consecutive layers of the same tokens share it."""
-        known = state.packed
-        if known is not None and (known.begin, known.end) == (unit.begin, unit.end):
+        known, num_queries = state.packed, sum(part.num_tokens for part in parts)
+        if known is not None and (known.begin, known.end, known.num_queries) == (unit.begin, unit.end, num_queries):
             return known
-        begins = np.array([[0, 0], *((part.end - part.begin, part.context) for part in parts)], np.int32)
+        begins = np.array([[0, 0], *((part.num_tokens, part.context) for part in parts)], np.int32)
         most_queries, most_keys = begins.max(0).tolist()
         query_begins, key_begins = upload(begins.cumsum(0, dtype=np.int32).T.copy(), self._device).unbind(0)
         tokens = (
@@ -193,7 +200,8 @@ class UnitAttention:
         )
         slots, positions = upload(np.stack([np.concatenate(one) for one in tokens]), self._device).unbind(0)
         packing = Packing(query_begins, key_begins, most_queries, most_keys)
-        state.packed = PackedTokens(unit.begin, unit.end, packing, self._gathered.rows_of(slots, positions))
+        rows = self._gathered.rows_of(slots, positions)
+        state.packed = PackedTokens(unit.begin, unit.end, packing, rows, num_queries)
         return state.packed
 
     def _keys_and_values(self, state: JobState, prompt: PrefillPrompt, layer: int, end: int) -> tuple[Tensor, Tensor]:
@@ -205,6 +213,14 @@ class UnitAttention:
             return self._gathered.gather(state.job.job_id, prompt.slot, layer, end)
         keys, values = state.staged.staging.buffer(place)
         return keys[:, :end], values[:, :end]
+
+
+def _with_rows(parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, slice]]:
+    """Yield each part with its rows among those of all parts."""
+    end = 0
+    for part in parts:
+        begin, end = end, end + part.num_tokens
+        yield part, slice(begin, end)
 
 
 def attend_to_latents(latent: LatentLayers, layer: int, query: Tensor, rows: Tensor) -> Attended:

@@ -29,7 +29,7 @@ from gpu.operations.linear.tile_choice import TileChoice, Use
 
 
 class Matrix(Protocol):
-    """A matrix `[rows, inner]` that multiplies tokens `[tokens, inner]`. dtype: of results, which are new tensors."""
+    """A matrix `[rows, inner]` that multiplies tokens `[tokens, inner]`. dtype: of results."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -39,7 +39,7 @@ class Matrix(Protocol):
         """Return the bytes that a product reads, including scales and zero points."""
 
     def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return `x @ self.T (+ residual)`; x of any floating dtype."""
+        """Return `x @ self.T (+ residual)`; x of any floating dtype. The sum may be written over the residual."""
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         """Return `rms_norm(x, norm, eps) @ self.T (+ bias)`. `Projections` alone calls this and `norm_gate_up`."""
@@ -78,7 +78,8 @@ class PlainMatrix:
         return self.weight.nbytes
 
     def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return linear(x, self.weight, residual, self._tiles("linear" if residual is None else "add", x))
+        tiles = self._tiles("linear" if residual is None else "add", x)
+        return linear(x, self.weight, residual, tiles, overwrites=True)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         return norm_linear(x, norm, eps, self.weight, bias, self._tiles("linear", x))
@@ -175,9 +176,10 @@ class RoundingMatrix(PackedMatrix):
     ) -> Tensor:
         """Return `down.linear(self.norm_gate_up(x, norm, eps, activation), residual)`, bit for bit.
 
-        Where neither product is of tiles, one pass activates gate and up and rounds the result for `down`.
+        Where no product is of tiles, one pass activates gate and up and rounds the result for `down`.
         """
-        if len(x) < LEAST_ROUNDED_TOKENS or self._tiles("gate_up", x) or down._tiles("add", x):
+        by_tiles = self._tiles("gate_up", x) or self._tiles("linear", x) or down._tiles("add", x)
+        if by_tiles or len(x) < LEAST_ROUNDED_TOKENS:
             return down.linear(self.norm_gate_up(x, norm, eps, activation), residual)
         gate_and_up = self.norm_linear(x, norm, eps, None)
         check("a product in FP8", "the residual", residual, (len(x), down.packed.rows), down.dtype, x.device)

@@ -23,7 +23,7 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write
 _WIDTH = 160  # of tables where the output is no terminal
 _COLUMNS = ("simulated", "seconds", "tokens/s", "prefill", "decode", "few rows", "first ms", "99 %", "token ms", "99 %",
             "gap 99 %", "longest")  # fmt: skip
-_MIXED_CHUNK = 8192
+_LARGE_CHUNK = 16_384  # tokens of a unit where an 8B has room for them
 FAVOURS = ("latency", "auto", "throughput")
 
 
@@ -128,12 +128,12 @@ def _print_simulated(config: Path | str, load: "TokenLoad", times: "DeviceTimes"
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "simulated" else "right", no_wrap=True)
     for favour in FAVOURS:
-        chunk = 2048 if favour == "latency" else 8192
+        chunk = 2048 if favour == "latency" else _LARGE_CHUNK
         tree = {"prefix_cache": load.turns > 1, "max_running": given.max_running, "favour": favour,
                 "max_queue": max(load.requests, given.max_queue), "prefill": {"chunk_tokens": chunk}}  # fmt: skip
         told = simulate(SchedulerConfig.model_validate(tree), architecture, load, times)
         table.add_row(favour, *_cells(told))
-    mixed = simulate_mixed(architecture.num_layers, load, times, _MIXED_CHUNK, given.max_running)
+    mixed = simulate_mixed(architecture.num_layers, load, times, _LARGE_CHUNK, given.max_running)
     table.add_row("mixed steps", *_cells(mixed))
     console.print(table)
 

@@ -40,9 +40,9 @@ _LONGEST_GRAPH = 2048  # tokens of a whole unit that is captured for a recurrent
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
     """Plan the machine's memory. Raises PlanError when the deployment does not fit, and ProfileError.
 
-    On a GPU, larger prefill units are planned if `scheduler.favour` asks for them and they shorten no context and cost
-    less than 3 % of the pages. The same holds for graphs of short units if their sizes are not configured; they may
-    also shorten the longest context by 3 %.
+    On a GPU, larger prefill units are planned if `scheduler.favour` asks for them, they shorten no context, and they
+    leave the share of the pages that `LARGER_CHUNKS` names. The same holds for graphs of short units if their sizes are
+    not configured, with their own shares; they may also shorten the longest context by 3 %.
 
     If the CPU computes a step's experts, no memory is needed to fetch them to. If measured rates choose that for some
     steps, memory is planned again. The chosen number of rows is kept then, although fewer experts are in host memory:

@@ -1,10 +1,12 @@
 """Prefill: chunks, packing, unit order, shared pages and resumption change nothing of what comes out."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from gpu.host.gathered import GatheredKv
 from gpu.prefill.job_state import pack_job
@@ -74,6 +76,45 @@ def assert_same(got: Generated, wanted: Generated) -> None:
 def test_packing_and_chunking_change_nothing(chunk_tokens: int, alone: Generated) -> None:
     job = PrefillJob(5, prefill_prompts(PROMPTS, WITH_LOGPROBS))
     assert_same(run_units(make_runner(), [job], layer_units(job, chunk_tokens)), alone)
+
+
+def counted_rows(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Count the hidden states that leave each layer."""
+    rows: dict[int, int] = {}
+    leave = runner._prefill.decoder.leave
+
+    def counting(index: int, hidden: Tensor, *rest: Any, **named: Any) -> Tensor:
+        rows[index] = rows.get(index, 0) + len(hidden)
+        return leave(index, hidden, *rest, **named)
+
+    monkeypatch.setattr(runner._prefill.decoder, "leave", counting)
+    return rows
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 16, 33, 1000])
+def test_the_last_layer_goes_on_with_last_tokens_alone(
+    chunk_tokens: int, alone: Generated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn tokens have the logprobs that they have where all tokens are scored, packed or one prompt at a time."""
+    drawn = []
+    for scored in (0, None):
+        sampling = SamplingParams(temperature=0.0, num_logprobs=0, num_prompt_logprobs=scored)
+        runner = make_runner()
+        job, pages = PrefillJob(5, prefill_prompts(PROMPTS, sampling)), Pages(runner)
+        writes = [pages.take(prompt.slot, len(prompt.token_ids) + NUM_TOKENS) for prompt in job.prompts]
+        rows = counted_rows(runner, monkeypatch)
+        units = layer_units(job, chunk_tokens)
+        result = runner.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
+        assert rows[NUM_LAYERS - 2] == job.num_tokens
+        assert rows[NUM_LAYERS - 1] == (len(PROMPTS) if scored is None else job.num_tokens)
+        drawn.append({token.slot: (token.token_id, token.logprob) for token in result.tokens})
+        generated = Generated([[token.token_id] for token in sorted(result.tokens, key=lambda one: one.slot)], {})
+        monkeypatch.undo()
+        decode(runner, generated, [len(ids) for ids in PROMPTS], NUM_TOKENS)
+        assert generated.tokens == alone.tokens, "the last layer's keys and values of all tokens are written"
+    for slot, (token_id, logprob) in drawn[0].items():
+        assert drawn[1][slot][0] == token_id
+        assert drawn[1][slot][1].logprob == pytest.approx(logprob.logprob, rel=0, abs=CHUNKING_LOGPROB_ATOL)
 
 
 def test_chunks_may_differ_from_layer_to_layer(alone: Generated) -> None:

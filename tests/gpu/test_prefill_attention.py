@@ -84,19 +84,26 @@ def test_the_wheel_of_flash_attention_3_serves_no_cpu_and_the_log_says_where_it_
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not has_flash3(torch.zeros(1, 1, 64, dtype=torch.bfloat16))
-    errors = iter([ModuleNotFoundError("no"), ImportError("undefined symbol: x\nmore"), OSError("libcudart.so.13")])
+    told_errors = [
+        ImportError("undefined symbol: x\nmore"),
+        OSError("libcudart.so.13"),
+        RuntimeError("registered twice"),
+        ModuleNotFoundError("no module named einops", name="einops"),
+    ]
+    errors = iter([ModuleNotFoundError("no", name="fa3_fwd"), *told_errors])
 
     def fail(name: str) -> None:
         assert name == "fa3_fwd._C"
         raise next(errors)
 
     monkeypatch.setattr(gpu.attention.flash3, "import_module", fail)
-    for _ in range(3):
+    for _ in range(1 + len(told_errors)):
         gpu.attention.flash3._load.cache_clear()
         assert gpu.attention.flash3._load() is None
     gpu.attention.flash3._load.cache_clear()
     told = [record.getMessage() for record in caplog.records]
-    assert told == [f"flash3 event=not_loaded reason={why!r}" for why in ("undefined symbol: x", "libcudart.so.13")]
+    reasons = [str(error).splitlines()[0] for error in told_errors]
+    assert told == [f"flash3 event=not_loaded reason={why!r}" for why in reasons]
 
 
 @pytest.mark.parametrize(("device", "dtype"), CASES)

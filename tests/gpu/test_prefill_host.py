@@ -343,14 +343,14 @@ def test_a_buffer_is_written_again_only_after_waiting_for_what_left_it_and_what_
         return (address - buffers.data_ptr()) // size == (keys.data_ptr() - buffers.data_ptr()) // size
 
     def logged_layer(index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: object,
-                     target: Target, carried: Carried) -> Tensor:  # fmt: skip
+                     target: Target, carried: Carried, rows: Tensor | None = None) -> Tensor:  # fmt: skip
         pages = target.pages
         if pages is not None:
             brought = [event for kind, address, event in log if kind == "brought" and is_in_buffer(address, pages[0])]
             wanted = left_before(pages[0]) | set(brought[-1:])
             assert wanted <= set(row_transfer.streams.waited), f"layer {index} does not wait for its buffer"
             num_waits.append(len(wanted))
-        return layer(index, hidden, positions, slots, attend, target, carried)
+        return layer(index, hidden, positions, slots, attend, target, carried, rows)
 
     num_waits: list[int] = []
     monkeypatch.setattr(row_transfer, "send", logged_send)

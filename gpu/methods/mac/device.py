@@ -95,6 +95,10 @@ class Mac(RingSide):
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
+    @property
+    def sees_prompts(self) -> bool:
+        return True
+
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         ring = self._rings.get(query.layer)
         if ring is not None:

@@ -141,6 +141,10 @@ class Predicted(RingSide):
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
+    @property
+    def sees_prompts(self) -> bool:
+        return True
+
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         place = self._places.get(query.layer)
         if place is not None:

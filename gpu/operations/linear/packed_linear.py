@@ -70,9 +70,10 @@ def _unpack_kernel(
 
 
 def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, widened: Widen | None = None) -> Tensor:
-    """Return `x @ packed.T (+ residual)`, `[tokens, rows]`, new, in packed.dtype.
+    """Return `x @ packed.T (+ residual)`, `[tokens, rows]`, in packed.dtype.
 
-    x: `[tokens, inner]` of any float type. residual: `[tokens, rows]` in packed.dtype. widened: widens the matrix for
+    x: `[tokens, inner]` of any float type. residual: `[tokens, rows]` in packed.dtype; for more than MOST_PACKED_TOKENS
+    tokens the sum is written over it, and in other cases the result is new. widened: widens the matrix for
     more than MOST_PACKED_TOKENS tokens; None: `widen`. Raises ValueError for another shape, dtype or device.
     """
     x = _ordered("packed_linear", x, packed)
@@ -165,13 +166,19 @@ def _product(
     x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype,
     widened: Widen | None,
 ) -> Tensor:  # fmt: skip
-    """Multiply x, whose columns are in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all tokens."""
+    """Multiply x, whose columns are in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all tokens.
+
+    With a widened matrix the sum is written over what is added, if that is `[tokens, rows]`.
+    """
     if runs_on_triton(x) and 0 < len(x) <= MOST_PACKED_TOKENS:
         return packed_tiles(x, packed, added, activation, dtype)
     if not runs_on_triton(x) and 0 < len(x) <= most_multiplied(packed):
         product = packed_product(x.float().contiguous(), packed)
     else:
-        product = x.to(packed.dtype) @ (widened or widen)(packed).t()
+        wide = (widened or widen)(packed).t()
+        if added is not None and added.ndim == 2 and added.dtype == dtype == packed.dtype:
+            return added.addmm_(x.to(packed.dtype), wide)
+        product = x.to(packed.dtype) @ wide
     if activation is not None:
         product = swiglu(product, activation)
     return (product if added is None else product.add_(added)).to(dtype)

@@ -29,14 +29,19 @@ WIDE_INNER = 8192
 VOCABULARY_ROWS = 32_000
 
 
-def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+def linear_reference(
+    x: Tensor, weight: Tensor, residual: Tensor | None = None, overwrites: bool = False
+) -> Tensor:  # fmt: skip
     """Compute `x @ weight.T (+ residual)` in plain torch.
 
-    A kernel copies the residual. `torch.addmm` would order a memory copy, which in a captured step is a node without a
-    priority: it would wait for every block of kernels in lanes with a lower priority.
+    overwrites: write the sum over the residual. Otherwise a kernel copies the residual. `torch.addmm` would order a
+    memory copy, which in a captured step is a node without a priority: it would wait for every block of kernels in
+    lanes with a lower priority.
     """
     x = x.to(weight.dtype)
-    return F.linear(x, weight) if residual is None else torch.mul(residual, 1).addmm_(x, weight.t())
+    if residual is None:
+        return F.linear(x, weight)
+    return (residual if overwrites else torch.mul(residual, 1)).addmm_(x, weight.t())
 
 
 @triton.jit
@@ -82,12 +87,15 @@ def _gemv_kernel(
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < num_rows)
 
 
-def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
-    """Return `x @ weight.T (+ residual)`, `[tokens, out]`, new, in weight.dtype.
+def linear(
+    x: Tensor, weight: Tensor, residual: Tensor | None = None, tiles: Tiles | None = None, overwrites: bool = False
+) -> Tensor:
+    """Return `x @ weight.T (+ residual)`, `[tokens, out]`, in weight.dtype.
 
     x: `[tokens, in]`; it may be float32 if the weight is bf16 (a partial's output, for instance). weight: `[out, in]`.
     residual: `[tokens, out]`. tiles: how 2 to MOST_TILED_TOKENS tokens are multiplied, here as in other products; None:
-    by the vendor's product. Raises ValueError for another shape, or a residual of another dtype or device.
+    by the vendor's product. overwrites: the vendor's product may write the sum over the residual; otherwise all that is
+    returned is new. Raises ValueError for another shape, or a residual of another dtype or device.
     """
     _check_inner("linear", x, weight)
     if residual is not None:
@@ -95,7 +103,7 @@ def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None, tiles: Til
     if tiles is not None and _is_tiled(x, weight):
         return plain_tiles(x, weight, residual, None, weight.dtype, tiles)
     if not _is_gemv(x, weight):
-        return linear_reference(x, weight, residual)
+        return linear_reference(x, weight, residual, overwrites)
     return _launch(x, weight, None, 0.0, residual, None, weight.dtype)
 
 
