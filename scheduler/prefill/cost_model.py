@@ -62,6 +62,7 @@ class CostModel:
         self._weights = architecture.num_layer_weights
         self._windows = Counter(spec.seen_tokens for spec in architecture.layers)
         self._num_layers = architecture.num_layers
+        self._last_layer = architecture.main_layers - 1
         self._attention_width = architecture.num_heads * architecture.dim
         self._logits_flops = 2.0 * architecture.hidden * architecture.vocab_size
         self._layers = {DENSE: _Fit([0.0, 1.0 / _FIRST_RATE, 1.0 / _FIRST_RATE])}
@@ -120,6 +121,9 @@ class CostModel:
     def observe_units(self, units: Sequence[Unit], contexts: Sequence[int], seconds: float) -> None:
         """Learn from units of one kind and method that ran in `seconds`. contexts[i]: where unit i ends in its
         prompt.
+
+        The last of several layers often computes keys and values alone (`gpu.prefill.jobs`). Units of nothing else tell
+        nothing of the others.
         """
         count = sum(unit.end - unit.begin for unit in units)
         if not count or seconds <= 0:
@@ -127,6 +131,8 @@ class CostModel:
         if isinstance(units[0], LogitsUnit):
             self._largest_rows = max(self._largest_rows, count)
             self._logits.observe(np.array([len(units), self._logits_flops * count]), seconds)
+            return
+        if self._last_layer and all(isinstance(unit, PrefillUnit) and unit.layer == self._last_layer for unit in units):
             return
         method = units[0].method
         self._largest_tokens[method] = max(self._largest_tokens.get(method, 0), count)

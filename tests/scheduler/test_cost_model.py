@@ -94,6 +94,15 @@ def test_steps_without_units_or_time_teach_nothing() -> None:
     assert model.familiar_tokens(DENSE) == 0
 
 
+def test_units_of_the_last_layer_alone_teach_nothing_of_others(model: CostModel) -> None:
+    """It may compute keys and values alone, in a quarter of the time."""
+    last, wanted = SHAPE.main_layers - 1, model.unit_seconds(2048, 2048, DENSE)
+    model.observe_units([PrefillUnit(0, last, 0, 2048)], [2048], wanted / 4)
+    assert model.unit_seconds(2048, 2048, DENSE) == wanted
+    model.observe_units([PrefillUnit(0, last - 1, 0, 2048)], [2048], wanted / 4)
+    assert model.unit_seconds(2048, 2048, DENSE) < wanted, "the test can fail"
+
+
 def test_what_is_familiar_is_twice_the_most_that_a_step_had() -> None:
     model = CostModel(SHAPE)
     model.observe_units([PrefillUnit(0, 0, 0, 100), PrefillUnit(1, 0, 0, 50)], [100, 50], 0.01)
