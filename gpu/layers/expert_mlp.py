@@ -151,13 +151,14 @@ class ExpertMlp:
     def _fetch(self, ids: Tensor, slots: Tensor | None) -> FarExperts | None:
         """Fetch the experts in host memory that some token chooses.
 
-        With at least as many choices as experts nearly all are needed, and the whole layer is copied.
+        With at least as many choices as experts nearly all are needed, and the whole layer is copied. A copy that was
+        started with the layer in front is used for fewer choices as well, as a prompt's last layer has.
         """
         host, num_experts, num_pairs = self.weights.host, self.experts.num_experts, ids.numel()
         if host is None or num_pairs == 0:
             return None
         assert self._staged is not None, "experts in host memory: `staged` brings them to the card"
-        if num_pairs >= num_experts and self._staged.is_kept:
+        if self._staged.is_kept and (num_pairs >= num_experts or self._staged.is_copied_next(self._layer)):
             return self._staged.copy_layer(self._layer)
         listed = list_experts(ids, num_experts - host.count, num_experts, min(host.count, num_pairs), slots,
                               self._staged.num_listed)  # fmt: skip

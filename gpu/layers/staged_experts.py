@@ -98,6 +98,11 @@ class StagedExperts:
         """Return a layer without experts on the card, because the CPU computes them."""
         return FarExperts(None, None, self._places[layer])
 
+    def is_copied_next(self, layer: int) -> bool:
+        """Return whether the layer's copy was started with that of the layer in front, which was used last."""
+        place = self._numbers.index(layer)
+        return place > 0 and self._last == self._numbers[place - 1] and self._find_buffer(layer) is not None
+
     def copy_layer(self, layer: int) -> FarExperts:
         """Return all experts of a layer, in order. The caller launches what reads them before the next call.
 

@@ -123,7 +123,7 @@ class PackedMatrix:
         return self.packed.nbytes
 
     def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return packed_linear(x, self.packed, residual, self.widened)
+        return packed_linear(x, self.packed, residual, self.widened, overwrites=True)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         return packed_norm_linear(x, norm, eps, self.packed, bias, self.widened)

@@ -41,8 +41,8 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     """Plan the machine's memory. Raises PlanError when the deployment does not fit, and ProfileError.
 
     On a GPU, larger prefill units are planned if `scheduler.favour` asks for them, they shorten no context, and they
-    leave the share of the pages that `LARGER_CHUNKS` names. The same holds for graphs of short units if their sizes are
-    not configured, with their own shares; they may also shorten the longest context by 3 %.
+    leave the share of the pages that `SchedulerConfig.larger_chunks` has. The same holds for graphs of short units if
+    their sizes are not configured, with their own shares; they may also shorten the longest context by 3 %.
 
     If the CPU computes a step's experts, no memory is needed to fetch them to. If measured rates choose that for some
     steps, memory is planned again. The chosen number of rows is kept then, although fewer experts are in host memory:
@@ -147,11 +147,11 @@ def _asked_sizes(scheduler: SchedulerConfig) -> PlannedSizes:
 
 def _choose_sizes(scheduler: SchedulerConfig, request: MemoryRequest) -> PlannedSizes:
     """Return the configured sizes, with the largest prefill units that cost next to nothing."""
-    sizes = request.sizes
-    if not scheduler.larger_chunks:
+    sizes, wanted = request.sizes, scheduler.larger_chunks(has_experts=most_experts(request.architecture) > 0)
+    if not wanted:
         return sizes
     least = plan_memory(request)
-    for chunk_tokens, pages_share in scheduler.larger_chunks.items() if least.device == "cuda" else ():
+    for chunk_tokens, pages_share in wanted.items() if least.device == "cuda" else ():
         larger = replace(sizes, chunk_tokens=chunk_tokens)
         try:
             plan = plan_memory(replace(request, sizes=larger))

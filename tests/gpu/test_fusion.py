@@ -294,6 +294,8 @@ class SeesPrompts:
     def __init__(self) -> None:
         self.shown: dict[int, list[PrefillQuery]] = {}
 
+    sees_prompts = True
+
     def has_ring(self, slot: int) -> bool:
         return slot == 0
 

@@ -74,6 +74,8 @@ def test_a_product_is_that_of_the_numbers_and_adds_the_residual(name, tokens, dt
     assert distance(got, product) < KERNEL_TOLERANCE[dtype]
     assert distance(packed_linear(x, drawn.packed, residual), product + wide(residual)) < KERNEL_TOLERANCE[dtype]
     assert torch.equal(residual, before)
+    over = packed_linear(x, drawn.packed, residual, overwrites=True)
+    assert distance(over, product + wide(before)) < KERNEL_TOLERANCE[dtype]
     x[:, int((np.abs(wide(x)).max(0) * np.linalg.norm(drawn.wanted, axis=0)).argmax())] = 0
     assert distance(packed_linear(x, drawn.packed), product) > KERNEL_TOLERANCE[dtype]
 

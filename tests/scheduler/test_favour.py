@@ -82,6 +82,17 @@ def test_larger_units_cost_no_context_and_next_to_no_pages() -> None:
     assert auto.num_pages >= 0.97 * latency.num_pages > large.num_pages
 
 
+def test_a_mixture_of_experts_gives_more_pages_for_larger_units() -> None:
+    """Of a dense model's pages, 92 % would be too few for units of 8,192 tokens."""
+    shape, sizes = named_shape("qwen3-30b-a3b"), {"max_running": 64, "max_context_tokens": 17_408}
+    tree = {"model": {"random_weights": "qwen3-30b-a3b"}, "gpu": {"memory_limit_gib": 72}, "scheduler": sizes}
+    auto = plan_engine(EngineConfig.model_validate(tree), shape, read_machine("a100-80g"))
+    tree["scheduler"] = {**sizes, "favour": "latency"}
+    latency = plan_engine(EngineConfig.model_validate(tree), shape, read_machine("a100-80g"))
+    assert (auto.chunk_tokens, latency.chunk_tokens) == (8192, 2048)
+    assert 0.9 * latency.num_pages <= auto.num_pages < 0.97 * latency.num_pages
+
+
 def test_the_log_says_how_a_load_will_be_stepped_through() -> None:
     config = EngineConfig.model_validate(
         {"model": {"random_weights": "llama-3.1-8b"}, "scheduler": {"max_running": 20}}

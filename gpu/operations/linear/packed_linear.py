@@ -69,17 +69,19 @@ def _unpack_kernel(
         tl.store(rows_out + column, pairs.to(out.dtype.element_ty), mask=is_row & (column < INNER))
 
 
-def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, widened: Widen | None = None) -> Tensor:
+def packed_linear(
+    x: Tensor, packed: Packed, residual: Tensor | None = None, widened: Widen | None = None, overwrites: bool = False
+) -> Tensor:
     """Return `x @ packed.T (+ residual)`, `[tokens, rows]`, in packed.dtype.
 
-    x: `[tokens, inner]` of any float type. residual: `[tokens, rows]` in packed.dtype; for more than MOST_PACKED_TOKENS
-    tokens the sum is written over it, and in other cases the result is new. widened: widens the matrix for
-    more than MOST_PACKED_TOKENS tokens; None: `widen`. Raises ValueError for another shape, dtype or device.
+    x: `[tokens, inner]` of any float type. residual: `[tokens, rows]` in packed.dtype. overwrites: the sum may be
+    written over the residual, for more than MOST_PACKED_TOKENS tokens; otherwise the result is new. widened: widens the
+    matrix for more than MOST_PACKED_TOKENS tokens; None: `widen`. Raises ValueError for another shape, dtype or device.
     """
     x = _ordered("packed_linear", x, packed)
     if residual is not None:
         check("packed_linear", "residual", residual, (len(x), packed.rows), packed.dtype, x.device)
-    return _product(x, packed, residual, None, packed.dtype, widened)
+    return _product(x, packed, residual, None, packed.dtype, widened, overwrites)
 
 
 def packed_logits(x: Tensor, packed: Packed) -> Tensor:
@@ -164,11 +166,11 @@ def _ordered(op: str, x: Tensor, packed: Packed) -> Tensor:
 
 def _product(
     x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype,
-    widened: Widen | None,
+    widened: Widen | None, overwrites: bool = False,
 ) -> Tensor:  # fmt: skip
     """Multiply x, whose columns are in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all tokens.
 
-    With a widened matrix the sum is written over what is added, if that is `[tokens, rows]`.
+    overwrites: with a widened matrix, write the sum over what is added, `[tokens, rows]`.
     """
     if runs_on_triton(x) and 0 < len(x) <= MOST_PACKED_TOKENS:
         return packed_tiles(x, packed, added, activation, dtype)
@@ -176,7 +178,7 @@ def _product(
         product = packed_product(x.float().contiguous(), packed)
     else:
         wide = (widened or widen)(packed).t()
-        if added is not None and added.ndim == 2 and added.dtype == dtype == packed.dtype:
+        if added is not None and overwrites:
             return added.addmm_(x.to(packed.dtype), wide)
         product = x.to(packed.dtype) @ wide
     if activation is not None:
