@@ -258,22 +258,23 @@ def _question_maps(engine: Engine, prompt: FusionPrompt, run: PolicyRun) -> dict
 
 @contextmanager
 def _noted_queries(engine: Engine, note: Callable[[PrefillQuery], None]) -> Iterator[None]:
-    """Call `note` with the queries of prompts until the block ends, in layers without a window, for methods without
+    """Call `note` with all queries of prompts until the block ends, in layers without a window, for methods without
     rings.
     """
     attention = engine._runner._prefill.attention
-    show, show_tail = attention._show, attention._show_tail
+    show, show_tail, sees = attention._show, attention._show_tail, attention.sees
 
     def show_and_note(query: PrefillQuery, slot: int) -> None:
         note(query)
         show(query, slot)
 
+    attention.sees = lambda slot: True  # so the last layer computes all queries, too
     attention._show = show_and_note
     attention._show_tail = lambda state, unit, query: note(query)
     try:
         yield
     finally:
-        attention._show, attention._show_tail = show, show_tail
+        attention._show, attention._show_tail, attention.sees = show, show_tail, sees
 
 
 def attention_map(query: PrefillQuery, own: Tensor, num_tokens: int) -> Tensor:
