@@ -11,7 +11,10 @@ from transfer.tier_shape import TierShape
 
 
 def prompt_flops(model: Architecture, begin: int, end: int) -> float:
-    """Count the FLOPs of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""
+    """Count the FLOPs of tokens `[begin, end)`: projections, causal attention, and the logits of the last one.
+
+    All layers count for all tokens, although most tokens need only keys and values of the last one.
+    """
     products = 2 * ((end - begin) * model.num_layers * model.num_layer_weights + model.num_embedding_weights)
     return products + 4 * model.num_heads * model.num_pair_products(begin, end)
 

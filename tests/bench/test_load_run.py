@@ -61,9 +61,9 @@ async def test_a_closed_loop_keeps_its_concurrency_and_never_exceeds_it() -> Non
 
 
 async def test_a_closed_loop_of_a_duration_ends_after_it_and_waits_for_the_last_answers() -> None:
-    with scripted_server(Behaviour(first_s=0.15)) as server:
+    with scripted_server(Behaviour(first_s=0.3)) as server:
         result = await run_load(server, concurrency=2, requests=None, duration_s=0.5)
-    assert result.summary.completed == result.summary.due == 8
+    assert result.summary.completed == result.summary.due == 4
     assert_took(result.summary.wall_s, 0.6)
 
 
