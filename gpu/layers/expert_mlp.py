@@ -78,7 +78,7 @@ class ExpertMlp:
         self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None, exchange: ExpertExchange | None
     ) -> tuple[Tensor, Tensor]:
         """Return what the card computes, added to `hidden`, and the norm: all experts, or those that the CPU does not
-        compute.
+        compute. The sum may be written over `hidden`.
         """
         weights, experts, beside = self.weights, self.experts, self.weights.beside
         base = hidden if self._adds else torch.zeros_like(hidden)
@@ -112,7 +112,7 @@ class ExpertMlp:
         else:
             tiles = pair_up(*taken, experts, has_packed, far is not None)
         product = gate_up_tiles(normed, tiles, matrices, experts, self.activation)
-        return down_tiles(product, tiles, matrices, base, experts), normed
+        return down_tiles(product, tiles, matrices, base, experts, overwrites=True), normed
 
     def _matrices(self, far: FarExperts | None) -> ExpertMatrices:
         """Return the matrices that the products read. far: experts in host memory, or None."""

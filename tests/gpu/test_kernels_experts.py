@@ -77,6 +77,25 @@ def computed(path: str, normed: Tensor, logits: Tensor, mixture: Mixture, residu
     return down_tiles(product, pairs, matrices, residual, experts)
 
 
+@everywhere
+def test_a_sum_may_be_written_over_the_residual(dtype, device):
+    mixture = draw_mixture(*MIXTURES["many"], "plain", dtype, device)
+    normed, _ = draw_tokens(40, mixture.router.shape[1], dtype, device)
+    if not runs_on_triton(normed):
+        pytest.skip("kernels alone write over anything")
+    experts, weights = mixture.experts, mixture.weights
+    matrices = ExpertMatrices(weights.gate_up, weights.down, None, weights.gate_up_bias, weights.down_bias, None)
+    logits = random(np.random.default_rng(7), (40, experts.num_experts), torch.float32, device)
+    pairs = pair_up(*choose(logits, experts), experts, False)
+    product = gate_up_tiles(normed, pairs, matrices, experts, mixture.activation)
+    residual = normed.clone()
+    wanted = down_tiles(product, pairs, matrices, residual, experts)
+    assert torch.equal(residual, normed)
+    over = down_tiles(product, pairs, matrices, residual, experts, overwrites=True)
+    assert over.data_ptr() == residual.data_ptr()
+    assert torch.equal(over, wanted)
+
+
 def assert_is_mixture(path: str, tokens: int, mixture: Mixture, dtype: torch.dtype, device: str) -> None:
     hidden = mixture.router.shape[1]
     normed, _ = draw_tokens(tokens, hidden, dtype, device)

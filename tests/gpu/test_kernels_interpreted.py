@@ -70,6 +70,7 @@ SELECTED = " or ".join(
         "(test_kernels_recurrent and drawn_of_a_draft and own1 and not cuda)",
         "(test_kernels_recurrent and short and not cuda)",
         "(test_kernels_experts and cpu and (best_groups or folds_a_choice or equal_weights))",
+        "(test_kernels_experts and cpu-float32 and over_the_residual)",
         "(test_kernels_experts and cpu-bfloat16 and share_the_columns and (int4-1 or fp8-9))",
         "(test_kernels_experts and cpu-float32 and weighed and (odd-rows-3 or odd-tiles-40 or many-tiles-2))",
         "(test_kernels_experts and cpu-float32 and weighed and all-rows-1)",

@@ -371,11 +371,15 @@ def gate_up_tiles(
     return _launch(normed, tiles, matrices, experts, activation, experts.intermediate)
 
 
-def down_tiles(product: Tensor, tiles: Tiles, matrices: ExpertMatrices, residual: Tensor, experts: Experts) -> Tensor:
-    """Return `residual` plus the weighted sum of the experts' outputs, `[tokens, hidden]`, new.
+def down_tiles(
+    product: Tensor, tiles: Tiles, matrices: ExpertMatrices, residual: Tensor, experts: Experts,
+    overwrites: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return `residual` plus the weighted sum of the experts' outputs, `[tokens, hidden]`.
 
     The dtype is the residual's, or float32 if some experts are left out. product: from `gate_up_tiles`. residual:
-    `[tokens, hidden]` in its dtype. Raises ValueError for another shape, dtype or device.
+    `[tokens, hidden]` in its dtype. overwrites: the sum may be written over it; otherwise it is new. Raises ValueError
+    for another shape, dtype or device.
     """
     op, (tokens, hidden), far = "down_tiles", residual.shape, matrices.far
     check_bias(op, matrices.down_bias, experts, hidden, product)
@@ -383,7 +387,9 @@ def down_tiles(product: Tensor, tiles: Tiles, matrices: ExpertMatrices, residual
     check_experts(op, "down", matrices.down, far, far and far.down, experts, hidden, product)
     check(op, "residual", residual, (tokens, hidden), product.dtype, product.device)
     made = _launch(product, tiles, matrices, experts, None, hidden)
-    out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
+    dtype = dtype_of_sum(product, far)
+    is_in_place = overwrites and residual.dtype == dtype and residual.is_contiguous()
+    out = residual if is_in_place else torch.empty(tokens, hidden, dtype=dtype, device=product.device)
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_pairs_kernel[(tokens, triton.cdiv(hidden, block))](
         made, tiles.shares, residual, out, residual.stride(0), HIDDEN=hidden, PER_TOKEN=experts.per_token,
