@@ -130,11 +130,10 @@ def _check_layer(shape: Architecture, weights: Weights) -> None:
 
 def _run_layers(shape: Architecture, weights: Weights, batch: int) -> Call:
     projections = Projections(weights, shape)
-    drawn = torch.randn(batch, shape.hidden, dtype=torch.bfloat16, device=weights.embedding.device)
-    attended = torch.randn(batch, shape.num_heads * shape.dim, device=drawn.device)
+    hidden = torch.randn(batch, shape.hidden, dtype=torch.bfloat16, device=weights.embedding.device)
+    attended = torch.randn(batch, shape.num_heads * shape.dim, device=hidden.device)
 
     def run() -> None:
-        hidden = drawn.clone()  # the sums may be written over it
         for layer in range(shape.num_layers):
             projections.qkv(layer, hidden)
             projections.mlp(layer, projections.output(layer, attended, hidden))

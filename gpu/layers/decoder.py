@@ -164,7 +164,7 @@ class Decoder:
               wanted: Tensor | None = None) -> Tensor:  # fmt: skip
         """Compute one layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`.
 
-        Keys and values are written to the slots' pages. `hidden` may be overwritten, as in `leave` and `mlp`.
+        Keys and values are written to the slots' pages. `hidden` may be overwritten.
 
         positions: int64 `[tokens]`. slots: int32 `[tokens]`, -1 in padding rows. carried: may be None only for a model
         that carries nothing. wanted: indices of the tokens, int64, whose hidden states are returned, and with whose
@@ -234,7 +234,8 @@ class Decoder:
 
     def leave(self, index: int, hidden: Tensor, attended: Tensor, lse: Tensor | None, slots: Tensor,
               exchange: ExpertExchange | None = None, carried: Carried | None = None) -> Tensor:  # fmt: skip
-        """Compute the part of a layer after attention: output projection, residual and MLP.
+        """Compute the part of a layer after attention: output projection, residual and MLP. `hidden` may be
+        overwritten, here and in `mlp`.
 
         attended: attention's output, `[tokens, heads, dim]` of any floating dtype, or a recurrent layer's, `[tokens,
         value_heads * value_dim]`. The layer's sinks, if it has some, are merged into it here. lse: `[tokens, heads]` of
@@ -250,7 +251,7 @@ class Decoder:
             assert carried is not None, "a layer with an output gate is given `carried`"
             assert carried.output_gate is not None, "`enter` has computed the gate"
             rows, carried.output_gate = rows * carried.output_gate.to(rows.dtype).sigmoid_(), None
-        hidden = self.projections.output(index, rows, hidden, self._adapters_of(slots, carried))
+        hidden = self.projections.output(index, rows, hidden, self._adapters_of(slots, carried), overwrites=True)
         return self.mlp(index, hidden, slots, exchange, carried)
 
     def mlp(self, index: int, hidden: Tensor, slots: Tensor, exchange: ExpertExchange | None,
@@ -260,7 +261,8 @@ class Decoder:
         The arguments are those of `leave`.
         """
         if self.specs[index].has_mlp:
-            hidden = self.projections.mlp(index, hidden, slots, exchange, self._adapters_of(slots, carried))
+            adapters = self._adapters_of(slots, carried)
+            hidden = self.projections.mlp(index, hidden, slots, exchange, adapters, overwrites=True)
         inputs = None if carried is None or carried.inputs is None else carried.inputs[:, index - carried.first_layer]
         return self.projections.end(index, hidden, inputs)
 

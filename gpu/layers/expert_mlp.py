@@ -67,18 +67,21 @@ class ExpertMlp:
         return self.with_norm(hidden, norm, eps, slots, exchange)[0]
 
     def with_norm(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None,
-                  exchange: ExpertExchange | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return what a call returns, and the normed hidden states, `[tokens, hidden]`."""
+                  exchange: ExpertExchange | None, overwrites: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return what a call returns, and the normed hidden states, `[tokens, hidden]`. overwrites: the sum may be
+        written over `hidden`.
+        """
         if self.weights.host is None or len(hidden) == 0:
             exchange = None
-        made, normed = self._compute_on_card(hidden, norm, eps, slots, exchange)
+        made, normed = self._compute_on_card(hidden, norm, eps, slots, exchange, overwrites)
         return made if exchange is None else exchange.add(made, hidden.dtype), normed
 
     def _compute_on_card(
-        self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None, exchange: ExpertExchange | None
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None, exchange: ExpertExchange | None,
+        overwrites: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return what the card computes, added to `hidden`, and the norm: all experts, or those that the CPU does not
-        compute. The sum may be written over `hidden`.
+        compute.
         """
         weights, experts, beside = self.weights, self.experts, self.weights.beside
         base = hidden if self._adds else torch.zeros_like(hidden)
@@ -112,7 +115,8 @@ class ExpertMlp:
         else:
             tiles = pair_up(*taken, experts, has_packed, far is not None)
         product = gate_up_tiles(normed, tiles, matrices, experts, self.activation)
-        return down_tiles(product, tiles, matrices, base, experts, overwrites=True), normed
+        is_ours = overwrites or base is not hidden
+        return down_tiles(product, tiles, matrices, base, experts, overwrites=is_ours), normed
 
     def _matrices(self, far: FarExperts | None) -> ExpertMatrices:
         """Return the matrices that the products read. far: experts in host memory, or None."""

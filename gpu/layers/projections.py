@@ -192,35 +192,37 @@ class Projections:
         return HeadNorms(weights.query_norm, weights.key_norm, self.eps, self._specs[layer].value_norm)
 
     def output(
-        self, layer: int, attended: Tensor, hidden: Tensor, adapters: AdapterRows | None = None
+        self, layer: int, attended: Tensor, hidden: Tensor, adapters: AdapterRows | None = None,
+        overwrites: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Return the output projection added to `hidden`, which may be overwritten with the sum.
-
-        attended: `[tokens, heads * dim]` of any floating dtype.
+        """Return the output projection added to `hidden`. attended: `[tokens, heads * dim]` of any floating dtype.
+        overwrites: the sum may be written over `hidden`.
         """
         weights = self.weights.layers[layer]
         return self._add(
-            attended, layer, "output", weights.output_bias, weights.attention_post_norm, hidden, adapters
+            attended, layer, "output", weights.output_bias, weights.attention_post_norm, hidden, adapters, overwrites
         )  # fmt: skip
 
     def mlp(self, layer: int, hidden: Tensor, slots: Tensor | None = None,
-            exchange: ExpertExchange | None = None, adapters: AdapterRows | None = None) -> Tensor:  # fmt: skip
-        """Return norm and MLP added to `hidden`, which may be overwritten with the sum.
+            exchange: ExpertExchange | None = None, adapters: AdapterRows | None = None,
+            overwrites: bool = False) -> Tensor:  # fmt: skip
+        """Return norm and MLP added to `hidden`.
 
         slots: int32 `[tokens]`, -1 in rows that are not in use; None: all are in use. exchange: see `ExpertMlp`.
+        overwrites: the sum may be written over `hidden`.
         """
         weights, experts = self.weights.layers[layer], self._experts[layer]
         beside = experts and experts.weights.beside
         if experts is not None and beside is None:
             assert weights.mlp_norm is not None, "a layer with experts has a norm before them"
-            mixed, normed = experts.with_norm(hidden, weights.mlp_norm, self.eps, slots, exchange)
+            mixed, normed = experts.with_norm(hidden, weights.mlp_norm, self.eps, slots, exchange, overwrites)
             if not experts.experts.is_shared:
                 return self._add_up(mixed)
             gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
             product, share = gate_up.gate_up(normed, self._specs[layer].activation), experts.weights.shared_share
             if share is not None:
                 return self._add_up(add_shared(mixed, down.linear(product), normed, share))
-            return self._add_up(down.linear(product, mixed))
+            return self._add_up(down.linear(product, mixed, overwrites=True))
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         activation, bias = self._specs[layer].activation, weights.gate_up_bias
         lowered = None
@@ -239,7 +241,7 @@ class Projections:
             product = swiglu(self._norm_linear(layer, "gate_up", hidden, weights.mlp_norm, bias, None), activation)
         if experts is None or beside is None:
             return self._add(
-                product, layer, "down", weights.down_bias, weights.mlp_post_norm, hidden, adapters, lowered
+                product, layer, "down", weights.down_bias, weights.mlp_post_norm, hidden, adapters, overwrites, lowered
             )  # fmt: skip
         assert weights.mlp_post_norm is not None, "the sum of MLP and experts has a post-norm"
         own = rms_norm(down.linear(product), beside.mlp_post_norm, self.eps)
@@ -326,7 +328,7 @@ class Projections:
         return rms_norm(hidden, self.weights.final_norm, self.eps)
 
     def _add(self, x: Tensor, layer: int, name: str, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor,
-             adapters: AdapterRows | None, lowered: Lowered | None = None) -> Tensor:  # fmt: skip
+             adapters: AdapterRows | None, overwrites: bool, lowered: Lowered | None = None) -> Tensor:  # fmt: skip
         """Return product, bias and adapters, normed if there is a post-norm, and added to `hidden`.
 
         lowered: the product of x with the adapters' down matrices; None: it is computed here.
@@ -334,7 +336,7 @@ class Projections:
         matrix, added = self._matrices[layer][name], self._adapter_products.get((layer, name))
         adapts = added is not None and adapters is not None
         residual = hidden if post_norm is None and self._is_first else None
-        product = matrix.linear(x, None if adapts else residual)
+        product = matrix.linear(x, None if adapts else residual, overwrites)
         if bias is not None and self._is_first:
             product.add_(bias)
         product = self._add_up(product)

@@ -86,7 +86,7 @@ class HummingMatrix:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, residual: Tensor | None = None, overwrites: bool = False) -> Tensor:
         product = self._product(x)
         if residual is None:
             return product

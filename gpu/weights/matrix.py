@@ -29,7 +29,10 @@ from gpu.operations.linear.tile_choice import TileChoice, Use
 
 
 class Matrix(Protocol):
-    """A matrix `[rows, inner]` that multiplies tokens `[tokens, inner]`. dtype: of results."""
+    """A matrix `[rows, inner]` that multiplies tokens `[tokens, inner]`. dtype: of results, which are new tensors.
+
+    A sum alone may be written over the residual, where the caller says so.
+    """
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -38,8 +41,10 @@ class Matrix(Protocol):
     def nbytes(self) -> int:
         """Return the bytes that a product reads, including scales and zero points."""
 
-    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return `x @ self.T (+ residual)`; x of any floating dtype. The sum may be written over the residual."""
+    def linear(self, x: Tensor, residual: Tensor | None = None, overwrites: bool = False) -> Tensor:
+        """Return `x @ self.T (+ residual)`; x of any floating dtype. overwrites: the sum may be written over the
+        residual.
+        """
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         """Return `rms_norm(x, norm, eps) @ self.T (+ bias)`. `Projections` alone calls this and `norm_gate_up`."""
@@ -77,9 +82,9 @@ class PlainMatrix:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, residual: Tensor | None = None, overwrites: bool = False) -> Tensor:
         tiles = self._tiles("linear" if residual is None else "add", x)
-        return linear(x, self.weight, residual, tiles, overwrites=True)
+        return linear(x, self.weight, residual, tiles, overwrites)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         return norm_linear(x, norm, eps, self.weight, bias, self._tiles("linear", x))
@@ -122,8 +127,8 @@ class PackedMatrix:
     def nbytes(self) -> int:
         return self.packed.nbytes
 
-    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return packed_linear(x, self.packed, residual, self.widened, overwrites=True)
+    def linear(self, x: Tensor, residual: Tensor | None = None, overwrites: bool = False) -> Tensor:
+        return packed_linear(x, self.packed, residual, self.widened, overwrites)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         return packed_norm_linear(x, norm, eps, self.packed, bias, self.widened)
@@ -151,9 +156,9 @@ class RoundingMatrix(PackedMatrix):
         super().__init__(packed, widened)
         self._choice = choice
 
-    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, residual: Tensor | None = None, overwrites: bool = False) -> Tensor:
         if len(x) < LEAST_ROUNDED_TOKENS:
-            return super().linear(x, residual)
+            return super().linear(x, residual, overwrites)
         return self._multiply("add" if residual is not None else "linear", x, None, residual, None)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
