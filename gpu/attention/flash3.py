@@ -38,9 +38,9 @@ def _load() -> Any:
         import_module("fa3_fwd._C")  # registers the operator
         return torch.ops.fa3_fwd.fwd
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "fa3_fwd":
+        if isinstance(error, ModuleNotFoundError) and error.name == "fa3_fwd":
             return None
-        log.warning("flash3 event=not_loaded reason=%r", str(error).splitlines()[0])
+        log.warning("flash3 event=not_loaded reason=%r", (str(error).splitlines() or [type(error).__name__])[0])
         return None
 
 

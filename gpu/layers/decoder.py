@@ -162,13 +162,14 @@ class Decoder:
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
               target: Target = IN_POOL, carried: Carried | None = None,
               wanted: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Compute one layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`.
+        """Compute one layer: hidden `[tokens, hidden]` -> `[tokens, hidden]`, or `[wanted, hidden]`.
 
         Keys and values are written to the slots' pages. `hidden` may be overwritten.
 
         positions: int64 `[tokens]`. slots: int32 `[tokens]`, -1 in padding rows. carried: may be None only for a model
         that carries nothing. wanted: indices of the tokens, int64, whose hidden states are returned, and with whose
-        queries alone `attend` is called; None: all. When `attend` is called, the KV of all these tokens is written.
+        queries alone `attend` is called, if there are any; None: all. When `attend` is called, the KV of all these
+        tokens is written.
         """
         cells = positions if target.cells is None else target.cells
         query, pre_rope_query = self.enter(index, hidden, positions, cells, slots, target.pages, target.see, carried)

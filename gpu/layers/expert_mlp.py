@@ -162,8 +162,9 @@ class ExpertMlp:
         if host is None or num_pairs == 0:
             return None
         assert self._staged is not None, "experts in host memory: `staged` brings them to the card"
-        if self._staged.is_kept and (num_pairs >= num_experts or self._staged.is_copied_next(self._layer)):
-            return self._staged.copy_layer(self._layer)
+        takes_all = num_pairs >= num_experts
+        if self._staged.is_kept and (takes_all or self._staged.is_copied_next(self._layer)):
+            return self._staged.copy_layer(self._layer, starts_next=takes_all)
         listed = list_experts(ids, num_experts - host.count, num_experts, min(host.count, num_pairs), slots,
                               self._staged.num_listed)  # fmt: skip
         return self._staged.fetch_listed(self._layer, listed)

@@ -99,20 +99,23 @@ class StagedExperts:
         return FarExperts(None, None, self._places[layer])
 
     def is_copied_next(self, layer: int) -> bool:
-        """Return whether the layer's copy was started with that of the layer in front, which was used last."""
+        """Return whether the layer's copy was started with that of the layer in front, and no other has been used
+        since.
+        """
         place = self._numbers.index(layer)
-        return place > 0 and self._last == self._numbers[place - 1] and self._find_buffer(layer) is not None
+        in_front = self._numbers[place - 1] if place else layer
+        return self._last in (in_front, layer) and self._find_buffer(layer) is not None
 
-    def copy_layer(self, layer: int) -> FarExperts:
+    def copy_layer(self, layer: int, starts_next: bool = True) -> FarExperts:
         """Return all experts of a layer, in order. The caller launches what reads them before the next call.
 
-        If layers come in order, the next layer's copy is started as well.
+        starts_next: if layers come in order, start the next layer's copy as well.
         """
         assert self.is_kept, "staged experts: whole layers are copied only on their own stream, outside of graphs"
         place = self._numbers.index(layer)
         buffer = self._find_buffer(layer) or self._load_buffer(layer)
         self._buffers.append(self._buffers.pop(self._buffers.index(buffer)))
-        if place + 1 < len(self._numbers) and (place == 0 or self._last == self._numbers[place - 1]):
+        if starts_next and place + 1 < len(self._numbers) and (place == 0 or self._last == self._numbers[place - 1]):
             following = self._numbers[place + 1]
             if self._find_buffer(following) is None:
                 self._load_buffer(following)

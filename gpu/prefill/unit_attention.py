@@ -193,6 +193,7 @@ class UnitAttention:
             return known
         begins = np.array([[0, 0], *((part.num_tokens, part.context) for part in parts)], np.int32)
         most_queries, most_keys = begins.max(0).tolist()
+        most_queries = max(most_queries, 2)  # for 1, FlashAttention 2 has another path and layout of the lse
         query_begins, key_begins = upload(begins.cumsum(0, dtype=np.int32).T.copy(), self._device).unbind(0)
         tokens = (
             [np.full(part.context, part.prompt.slot) for part in parts],

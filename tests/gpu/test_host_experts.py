@@ -103,6 +103,19 @@ def make_staged(count: int) -> tuple[StagedExperts, list[HostExperts]]:
     return StagedExperts(layers, [ON_CARD] * count, torch.device("cpu")), layers
 
 
+def test_a_copy_that_was_started_with_the_layer_in_front_is_used_and_starts_no_other() -> None:
+    staged, layers = make_staged(4)
+    assert not staged.is_copied_next(0)
+    staged.copy_layer(0)
+    assert [staged.is_copied_next(layer) for layer in range(4)] == [True, True, False, False]
+    before = staged.num_copied
+    for _ in range(2):  # two units of the layer
+        assert staged.is_copied_next(1)
+        check_rows(staged.copy_layer(1, starts_next=False).down, layers[1].down, range(5), 5)
+    assert staged.num_copied == before
+    assert not staged.is_copied_next(2)
+
+
 def test_what_was_fetched_is_never_told_to_be_less_than_before() -> None:
     """Lanes tell by themselves, and the one that counted first may tell last."""
     staged, _ = make_staged(1)

@@ -178,7 +178,7 @@ def _product(
         product = packed_product(x.float().contiguous(), packed)
     else:
         wide = (widened or widen)(packed).t()
-        if added is not None and overwrites:
+        if added is not None and overwrites and activation is None:
             return added.addmm_(x.to(packed.dtype), wide)
         product = x.to(packed.dtype) @ wide
     if activation is not None:
