@@ -6,6 +6,7 @@ does not notice that, and small decode batches use `gpu.cpu_step.cpu_step` inste
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -198,10 +199,7 @@ class Projections:
         """Return the output projection added to `hidden`. attended: `[tokens, heads * dim]` of any floating dtype.
         overwrites: the sum may be written over `hidden`.
         """
-        weights = self.weights.layers[layer]
-        return self._add(
-            attended, layer, "output", weights.output_bias, weights.attention_post_norm, hidden, adapters, overwrites
-        )  # fmt: skip
+        return self._add(attended, layer, "output", hidden, adapters, overwrites)
 
     def mlp(self, layer: int, hidden: Tensor, slots: Tensor | None = None,
             exchange: ExpertExchange | None = None, adapters: AdapterRows | None = None,
@@ -240,9 +238,7 @@ class Projections:
         else:
             product = swiglu(self._norm_linear(layer, "gate_up", hidden, weights.mlp_norm, bias, None), activation)
         if experts is None or beside is None:
-            return self._add(
-                product, layer, "down", weights.down_bias, weights.mlp_post_norm, hidden, adapters, overwrites, lowered
-            )  # fmt: skip
+            return self._add(product, layer, "down", hidden, adapters, overwrites, lowered)
         assert weights.mlp_post_norm is not None, "the sum of MLP and experts has a post-norm"
         own = rms_norm(down.linear(product), beside.mlp_post_norm, self.eps)
         mixed = experts(hidden, beside.norm, self.eps, slots, exchange)
@@ -327,12 +323,17 @@ class Projections:
         """Return what logits are made of, `[tokens, hidden]`, of the last layer's hidden states."""
         return rms_norm(hidden, self.weights.final_norm, self.eps)
 
-    def _add(self, x: Tensor, layer: int, name: str, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor,
+    def _add(self, x: Tensor, layer: int, name: Literal["output", "down"], hidden: Tensor,
              adapters: AdapterRows | None, overwrites: bool, lowered: Lowered | None = None) -> Tensor:  # fmt: skip
         """Return product, bias and adapters, normed if there is a post-norm, and added to `hidden`.
 
-        lowered: the product of x with the adapters' down matrices; None: it is computed here.
+        overwrites: as in `output`. lowered: the product of x with the adapters' down matrices; None: it is computed
+        here.
         """
+        weights = self.weights.layers[layer]
+        bias, post_norm = weights.down_bias, weights.mlp_post_norm
+        if name == "output":
+            bias, post_norm = weights.output_bias, weights.attention_post_norm
         matrix, added = self._matrices[layer][name], self._adapter_products.get((layer, name))
         adapts = added is not None and adapters is not None
         residual = hidden if post_norm is None and self._is_first else None
