@@ -80,7 +80,7 @@ class Carried:
     adapts: bool = True
 
     def of_rows(self, rows: Tensor) -> "Carried":
-        """Return what these tokens get behind attention. rows: their indices, int64."""
+        """Return what is passed to these tokens after attention. rows: their indices, int64."""
         inputs, gate = (None if one is None else one[rows] for one in (self.inputs, self.output_gate))
         return replace(self, inputs=inputs, kept={}, query_scale=None, output_gate=gate, adapters=None)
 

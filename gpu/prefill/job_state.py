@@ -134,7 +134,7 @@ class JobState:
 
     @property
     def is_read_at_ends(self) -> bool:
-        """Return whether the results need no final hidden states but those of each prompt's last token."""
+        """Return whether the job's results need only the final hidden state of each prompt's last token."""
         pools_all = any(prompt.pooling is not None and prompt.pooling.reads_all for prompt in self.job.prompts)
         return self.fused is None and self.job.num_scored_tokens == 0 and not pools_all
 

@@ -255,8 +255,8 @@ class Prefill:
     def _compute_attending(self, state: JobState, unit: PrefillUnit, pages: Pages | None, carried: Carried) -> None:
         """Compute a unit of a layer whose rows are in pages or staging.
 
-        The last layer writes all keys and values, but attends and goes on with each prompt's last token alone, where no
-        other token's result is read.
+        The last layer writes the keys and values of all tokens. If only the results of the prompts' last tokens are
+        read, it computes attention and everything after it for these tokens alone.
         """
         assert state.hidden is not None, "prefill: the job's tokens are embedded"
         chunk, ends = slice(unit.begin, unit.end), self._ends(state, unit, pages)
@@ -276,8 +276,10 @@ class Prefill:
         state.put_rows(wanted, rows)
 
     def _ends(self, state: JobState, unit: PrefillUnit, pages: Pages | None) -> list[PromptPart] | None:
-        """Return the last token of each prompt that ends in the unit, if of what the layer makes for queries nothing
-        else is read; None: all of it is, or a captured layer computes all of it.
+        """Return the last token of each prompt that ends in the unit, if the layer's results are read for these tokens
+        alone.
+
+        Return None if the results of other tokens are read, or if a captured layer computes the unit.
         """
         is_last = unit.layer == self.decoder.architecture.main_layers - 1
         if not is_last or unit.method != DENSE or self._head is not None or not state.is_read_at_ends:

@@ -122,8 +122,8 @@ class CostModel:
         """Learn from units of one kind and method that ran in `seconds`. contexts[i]: where unit i ends in its
         prompt.
 
-        The last of several layers often computes keys and values alone (`gpu.prefill.jobs`). Units of nothing else tell
-        nothing of the others.
+        A step with units of the last layer alone is left out: that layer often computes little more than keys and
+        values (`gpu.prefill.jobs`), so its time says nothing about other layers.
         """
         count = sum(unit.end - unit.begin for unit in units)
         if not count or seconds <= 0:

@@ -29,9 +29,7 @@ WIDE_INNER = 8192
 VOCABULARY_ROWS = 32_000
 
 
-def linear_reference(
-    x: Tensor, weight: Tensor, residual: Tensor | None = None, overwrites: bool = False
-) -> Tensor:  # fmt: skip
+def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None, overwrites: bool = False) -> Tensor:
     """Compute `x @ weight.T (+ residual)` in plain torch.
 
     overwrites: write the sum over the residual. Otherwise a kernel copies the residual. `torch.addmm` would order a
