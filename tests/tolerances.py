@@ -46,6 +46,11 @@ ROPE_TABLE_ATOL = 4e-3
 ATTENTION_F32_ATOL = 2e-5
 # Outputs of order one rounded to bf16 (8 bits: 2**-8 of values up to 2), and weights rounded to bf16 inside.
 ATTENTION_BF16_ATOL = 1.6e-2
+# int8 rows, and queries and weights as integers of 16 bits. An element of a query is off by 0.29 / 32,512 of the
+# largest on average, 3 of a unit: 2.7e-5, and a logit by as much of its spread of 2; weights of 32 cells likewise.
+INTEGER_PRODUCTS = 3e-4
+# One element that is 100 units rounds all the others to 100 / 65,024 at most, and logits of 20 units are off by more.
+INTEGER_PRODUCTS_OF_OUTLIERS = 3e-3
 # Anonymous memory while loading, in copies of the float32 model: one, and allocator slack and one tensor in flight.
 PEAK_HOST_COPIES = 1.2
 

@@ -1005,6 +1005,21 @@ def test_numbers_of_an_output_matrix_in_groups_of_16_do_not_go_through_shared_me
     assert all(4 * int(width) <= int(columns) for columns, width in products)  # else four threads hold a column twice
 
 
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_int8_codes_are_multiplied_as_they_are(capability, launches):
+    """Nothing widens them, and what is copied ahead is read without another copy in shared memory."""
+    kernel, args, options = next(
+        launch for launch in launches
+        if launch[0].__name__ == "_split_kernel" and launch[2]["INTEGERS"] and launch[2]["DIM"] == 128
+    )  # fmt: skip
+    source, compile_options = _source(kernel, args, options)
+    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compile_options).asm["ptx"]
+    products = re.findall(r"mma\.sync\S*m16n8k\d+\S*", code)
+    assert products
+    assert all("m16n8k32" in product and "s32.s8.s8.s32" in product for product in products)
+    assert "fma.rn.bf16x2" not in code
+
+
 @pytest.mark.parametrize("name", ["_pack_kernel", "_request_experts_kernel"])
 def test_an_asks_flag_is_stored_once_behind_its_row_and_nothing_goes_over_the_link_and_back(name, launches):
     kernel, args, options = next(launch for launch in launches if launch[0].__name__ == name)

@@ -4,15 +4,19 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.operations.decode_attention.attended_codes import LARGEST_INTEGER, multiplies_integers
 from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.paged_decode_attention import (
     MAXIMA_CELLS,
-    num_splits,
     paged_decode_attention_reference,
 )
+from gpu.operations.decode_attention.split_rows import most_rows, num_splits
+from gpu.operations.kv.kv_rows import kind_of
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance, wide
 from tests.gpu.paged_rows import CODE_IDS, CODES, Paged, lose_row
 from tests.tolerances import (
+    INTEGER_PRODUCTS,
+    INTEGER_PRODUCTS_OF_OUTLIERS,
     KERNEL_FLOAT64,
     LSE_BFLOAT16,
     LSE_CHECKSUM,
@@ -138,12 +142,70 @@ def test_wrong_arguments_are_named(dtype, device):
         paged.run()
 
 
-@pytest.mark.parametrize(("requests", "context"), [(1, 512), (1, 262_144), (64, 512), (64, 262_144), (3, 8192)])
-def test_splits_fill_the_device_and_bound_the_longest_program(requests, context):
-    splits = num_splits(requests, 8, context, 132)
+@pytest.mark.parametrize("programs", [4, 8])
+@pytest.mark.parametrize("requests", [1, 2, 3, 16, 22, 32, 37, 64, 75, 128])
+@pytest.mark.parametrize("context", [512, 8192, 17_408, 262_144])
+def test_splits_fill_the_device_and_bound_the_longest_program(requests, context, programs):
+    splits = num_splits(requests, 8, context, 132, programs)
     assert 1 <= splits <= 128
-    assert splits * requests * 8 >= 132 or splits == 128
     assert context / splits <= 8192
+    at_once, pairs = programs * 132, requests * 8
+    busy = pairs * splits / (-(-pairs * splits // at_once) * at_once)
+    assert busy > 0.6 or splits == 128
+    assert requests * splits <= most_rows(requests, 8, context)
+
+
+def test_programs_of_32_contexts_of_a_longer_limit_end_together():
+    """Three splits would be enough for the limit, and half of the second round would idle."""
+    assert num_splits(32, 8, 17_408, 132) == 4
+    assert num_splits(32, 8, 8192, 132) == 2
+
+
+def attend_in_integers(paged: Paged, row: int, query_top: int, weight_top: int) -> np.ndarray:
+    """A row's outputs with each query rounded to so many steps of its largest element, and weights likewise of 32."""
+    query, keys, values = wide(paged.query[row]), paged.keys[row], paged.values[row]
+    out = np.empty_like(query)
+    for head, own in enumerate(query):
+        step = np.abs(own).max() / query_top
+        kv_head = head * keys.shape[1] // len(query)
+        logits = keys[:, kv_head] @ (np.floor(own / step + 0.5) * step) * paged.scale
+        weights = np.exp(logits - logits.max())
+        steps = [np.full(len(part), part.max() / weight_top) for part in np.split(weights, range(32, len(weights), 32))]
+        rounded = np.floor(weights / np.concatenate(steps) + 0.5) * np.concatenate(steps)
+        out[head] = rounded @ values[:, kv_head] / weights.sum()
+    return out
+
+
+@on_devices
+@pytest.mark.parametrize("shape", SHAPES[:6])
+def test_products_of_integers_keep_16_bits_of_queries_and_of_weights(shape, device):
+    paged = Paged(torch.bfloat16, device, shape, [700], stored=torch.int8)
+    assert multiplies_integers(paged.query, kind_of(paged.key_pages))
+    wanted = paged.wanted()[0]
+    assert distance(paged.run().out, wanted) < INTEGER_PRODUCTS
+    for query_top, weight_top in ((127, LARGEST_INTEGER), (LARGEST_INTEGER, 127)):
+        eight_bits = attend_in_integers(paged, 0, query_top, weight_top)
+        assert distance(torch.from_numpy(eight_bits[None]), wanted) > INTEGER_PRODUCTS
+    sixteen_bits = attend_in_integers(paged, 0, LARGEST_INTEGER, LARGEST_INTEGER)
+    assert distance(torch.from_numpy(sixteen_bits[None]), wanted) < INTEGER_PRODUCTS
+
+
+@on_devices
+def test_products_of_integers_take_queries_of_zeros_outliers_and_weights_far_below_the_largest(device):
+    paged = Paged(torch.bfloat16, device, SHAPES[1], [300], stored=torch.int8)
+    paged.query[0, 0] = 0.0
+    paged.query[0, 1, 0] = 100.0
+    paged.query[0, 2] *= 1e-35
+    paged.query[0, 3] *= 20.0
+    out, lse = paged.wanted()
+    partial = paged.run()
+    assert distance(partial.out, out) < INTEGER_PRODUCTS_OF_OUTLIERS
+    assert np.abs(wide(partial.lse) - lse).max() < lse_tolerance(lse, SHAPES[1][2], torch.bfloat16).max()
+    for broken in ("nan", "inf"):
+        paged.query[0, 4, 7] = float(broken)
+        partial = paged.run()
+        assert partial.out[0, 4].isnan().all()
+        assert distance(partial.out[:, :4], out[:, :4]) < INTEGER_PRODUCTS_OF_OUTLIERS
 
 
 def random_bounds(contexts: list[int], heads: int, seed: int) -> np.ndarray:

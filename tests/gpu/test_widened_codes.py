@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpu.operations.decode_attention import balanced_decode_attention, paged_decode_attention
-from gpu.operations.decode_attention.attended_codes import RUN_CELLS
+from gpu.operations.decode_attention.attended_codes import INTEGER_CONFIGS, RUN_CELLS
 from gpu.operations.kv import kv_rows
 from tests.gpu.packed_oracle import e4m3
 
@@ -70,3 +70,5 @@ def test_every_warp_takes_whole_runs_of_codes():
             runs = block_tokens // (num_warps * RUN_CELLS)
             assert runs in (1, 2)
             assert block_tokens == runs * num_warps * RUN_CELLS
+    for block_tokens, num_warps, _ in INTEGER_CONFIGS.values():
+        assert block_tokens == 2 * num_warps * RUN_CELLS  # tensor cores multiply 32 integers at once

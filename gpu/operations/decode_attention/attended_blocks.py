@@ -25,9 +25,13 @@ MIN_GROUP_ROWS = 16  # the smallest tile that tensor cores take as a first opera
 _MAXIMA_CELLS, _PLAIN = tl.constexpr(MAXIMA_CELLS), tl.constexpr(PLAIN)
 
 
-def group_rows(group: int, kind: int) -> int:
-    """Return the number of query heads per KV head, padded to what the kernels compute with."""
-    return max(MIN_GROUP_ROWS if kind == PLAIN else MIN_GROUP_COLUMNS, triton.next_power_of_2(group))
+def group_rows(group: int, kind: int, integers: bool) -> int:
+    """Return the number of query heads per KV head, padded to what the kernels compute with.
+
+    integers: what `multiplies_integers` returns; a head has two columns then.
+    """
+    least = MIN_GROUP_ROWS if kind == PLAIN else MIN_GROUP_COLUMNS // (1 + integers)
+    return max(least, triton.next_power_of_2(group))
 
 
 @triton.jit
@@ -104,14 +108,15 @@ def attend_blocks(
     rows, key_pages, value_pages, pages, maxima, kv_head, first, last, context, is_head, scale_log2,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
-    COUNTED: tl.constexpr, KIND: tl.constexpr,
+    COUNTED: tl.constexpr, KIND: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """Attend to blocks `[first, last)` of a context; every head reads all of their cells."""
     if KIND == _PLAIN:
         query = rows
         top, mass, out, covered = _new_state(BLOCK_GROUP, BLOCK_DIM)
     else:
-        query = order_query(rows, WARPS)
+        query, head_scale = order_query(rows, WARPS, INTEGERS)
+        head_scale *= scale_log2
         top, mass, out, covered = new_states(WARPS, BLOCK_GROUP, BLOCK_DIM)
     for block in range(first, last):
         if KIND == _PLAIN:
@@ -127,7 +132,7 @@ def attend_blocks(
             cells = cells_of(run)
             top, mass, out, covered = attend_runs(
                 query, key_pages, value_pages, pages, maxima, kv_head, run, tl.minimum(run, context - 1), cells,
-                (cells < context)[:, :, None], is_head, top, mass, out, covered, scale_log2,
+                (cells < context)[:, :, None], is_head, top, mass, out, covered, head_scale,
                 KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, MAXIMA, COUNTED, KIND,
             )  # fmt: skip
     if KIND != _PLAIN:
@@ -141,7 +146,7 @@ def attend_spans(
     scale_log2,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
-    COUNTED: tl.constexpr, KIND: tl.constexpr,
+    COUNTED: tl.constexpr, KIND: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """Attend to blocks `[first, last)` of a run of cells: `[0, front)`, and from `back` on.
 
@@ -154,7 +159,8 @@ def attend_spans(
         query = rows
         top, mass, out, covered = _new_state(BLOCK_GROUP, BLOCK_DIM)
     else:
-        query = order_query(rows, WARPS)
+        query, head_scale = order_query(rows, WARPS, INTEGERS)
+        head_scale *= scale_log2
         top, mass, out, covered = new_states(WARPS, BLOCK_GROUP, BLOCK_DIM)
     NEVER: tl.constexpr = 1 << 30
     skipped = back - front
@@ -191,7 +197,7 @@ def attend_spans(
                 inside = (run < low_end) | ((run + _MAXIMA_CELLS > span_begin) & (run < span_end))
                 top, mass, out, covered = attend_runs(
                     query, key_pages, value_pages, pages, maxima, kv_head, run, tl.where(inside, run, known), cells,
-                    reads, is_head, top, mass, out, covered, scale_log2,
+                    reads, is_head, top, mass, out, covered, head_scale,
                     KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, MAXIMA, COUNTED, KIND,
                 )  # fmt: skip
     if KIND != _PLAIN:

@@ -7,32 +7,85 @@ heads are columns, of which 8 are enough. This works if the axes have the order 
 columns and heads are renumbered below; sums do not depend on their order. Scales belong to tokens: they multiply logits
 and weights.
 
+int8 codes are not widened at all for queries of 16 bits: queries and weights become integers of 16 bits with scales of
+their own, each of them two columns of 8 bits, so that tensor cores multiply integers. Such a product is exact. The
+rounding of a query or weight is at most 1 / 65,024 of the largest of its head (and, of weights, of the warp's cells),
+where bfloat16 rounds each to 1 / 512 of itself.
+
 Pages of which no head reads a cell are never touched. In other pages, cells that no head reads may be loaded and
 ignored, since every code is a number. A warp keeps its own state until `merge_warps`.
 """
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from gpu.operations.kv.kv_rows import floats_of, widen
+from gpu.operations.kv.kv_rows import INT8, floats_of, widen
 
 RUN_CELLS = 16  # consecutive cells that share a page; a warp takes a multiple of this at once
 MIN_GROUP_COLUMNS = 8  # the smallest tile of a second operand
+LARGEST_INTEGER = 127 * 256  # the largest that two columns of 8 bits can hold on both sides of 0
+SMALLEST_INTEGER_TOP = 1e-30  # what is smaller is rounded as this is, so that the inverse of a scale is finite
 
-_RUN = tl.constexpr(RUN_CELLS)
+# dim: block_tokens, num_warps, num_stages of kernels that multiply integers. A warp takes 32 cells, a whole tile.
+INTEGER_CONFIGS = {64: (32, 1, 3), 96: (32, 1, 3), 128: (32, 1, 3), 256: (32, 1, 3)}
+
+_RUN, _LARGEST_INTEGER = tl.constexpr(RUN_CELLS), tl.constexpr(LARGEST_INTEGER)
+_SMALLEST_INTEGER_TOP = tl.constexpr(SMALLEST_INTEGER_TOP)
+
+
+def multiplies_integers(query: Tensor, kind: int) -> bool:
+    """Return whether products are of integers: codes are int8, and queries have 16 bits and one of these dims."""
+    return kind == INT8 and query.element_size() == 2 and query.shape[-1] in INTEGER_CONFIGS
 
 
 @triton.jit
-def order_query(rows, WARPS: tl.constexpr):
-    """Return queries `[group, dim]` as the second operand of the logits' product, `[warps, dim, group]`.
-
-    dim has the order of `_load_keys`.
+def _part_of(numbers, scale, is_first):
+    """Round numbers to integers of 16 bits and return one of their two parts, int8: the number is scale * (256 * first
+    + second). scale, is_first: broadcast to the numbers.
     """
-    GROUP: tl.constexpr = rows.shape[0]
+    steps = tl.floor(numbers * (1.0 / scale) + 0.5).to(tl.int32)
+    first = (steps + 128) >> 8
+    return tl.where(is_first, first, steps - (first << 8)).to(tl.int8)
+
+
+@triton.jit
+def _from_columns(product):
+    """Return the numbers, float32 `[warps, length, group]`, of an int32 product with such columns."""
+    WARPS: tl.constexpr = product.shape[0]
+    LENGTH: tl.constexpr = product.shape[1]
+    GROUP: tl.constexpr = product.shape[2] // 2
+    parts = tl.reshape(product, [WARPS, LENGTH, GROUP, 2])
+    factor = tl.where(tl.arange(0, 2) == 0, 256, 1)
+    return tl.sum(parts * factor[None, None, None, :], 3).to(tl.float32)
+
+
+@triton.jit
+def _scale_for(largest):
+    """Return the scale of integers of 16 bits from the largest magnitude; NaN if that is not finite."""
+    scale = tl.maximum(largest, _SMALLEST_INTEGER_TOP) * (1.0 / _LARGEST_INTEGER)
+    return tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def order_query(rows, WARPS: tl.constexpr, INTEGERS: tl.constexpr):
+    """Return queries `[group, dim]` for the logits' product, `[warps, group, dim]`, and each head's scale `[group]`.
+
+    dim has the order of `_load_keys`. INTEGERS: as int8, a head's two parts in rows of their own.
+    """
+    HEADS: tl.constexpr = rows.shape[0]
     DIM: tl.constexpr = rows.shape[1]
+    scale = tl.full([HEADS], 1.0, tl.float32)
+    if INTEGERS:
+        numbers = rows.to(tl.float32)
+        sizes = tl.where(numbers == numbers, tl.abs(numbers), float("inf"))
+        scale = _scale_for(tl.max(sizes, 1))
+        pairs = tl.broadcast_to(numbers[:, None, :], [HEADS, 2, DIM])
+        parts = _part_of(pairs, scale[:, None, None], (tl.arange(0, 2) == 0)[None, :, None])
+        rows = tl.reshape(parts, [2 * HEADS, DIM])
+    GROUP: tl.constexpr = rows.shape[0]
     turned = tl.permute(tl.reshape(rows, [GROUP, DIM // 64, 4, 4, 4]), [0, 1, 3, 2, 4])
-    turned = tl.trans(tl.reshape(turned, [1, GROUP, DIM]), 0, 2, 1)
-    return tl.broadcast_to(turned, [WARPS, DIM, GROUP])
+    return tl.broadcast_to(tl.reshape(turned, [1, GROUP, DIM]), [WARPS, GROUP, DIM]), scale
 
 
 @triton.jit
@@ -65,10 +118,10 @@ def cells_of(first):
 
 @triton.jit
 def _load_keys(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Load the codes of runs as numbers `[warps, cells, dim]`. begin: where the runs begin, int64 `[runs, warps]`.
+    """Load the codes of runs as numbers of DTYPE, `[warps, cells, dim]`.
 
-    Four lanes take 64 columns of a row, 16 each. In every step of 16 columns of a product, 4 of a lane's columns are
-    neighbours.
+    begin: where the runs begin, int64 `[runs, warps]`. Four lanes take 64 columns of a row, 16 each. In every step of
+    16 columns of a product, 4 of a lane's columns are neighbours.
     """
     RUNS: tl.constexpr = begin.shape[0]
     WARPS: tl.constexpr = begin.shape[1]
@@ -82,13 +135,14 @@ def _load_keys(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: 
         codes = tl.load(pages + place)
     else:
         codes = tl.load(pages + place, mask=column < DIM, other=0)
-    keys = tl.reshape(widen(codes, DTYPE, KIND), [PARTS, RUNS, 2, WARPS, 8, 4, 4, 4])
+    keys = codes if tl.int8 == DTYPE else widen(codes, DTYPE, KIND)
+    keys = tl.reshape(keys, [PARTS, RUNS, 2, WARPS, 8, 4, 4, 4])
     return tl.reshape(tl.permute(keys, [3, 1, 2, 4, 0, 6, 5, 7]), [WARPS, RUNS * _RUN, BLOCK_DIM])
 
 
 @triton.jit
 def _load_values(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Load the codes of values as numbers `[warps, dim, cells]`.
+    """Load the codes of values as numbers of DTYPE, `[warps, dim, cells]`.
 
     Eight lanes take a row of 128 columns, 16 each, and four take every fourth cell, so a lane has neighbours in both
     axes. `merge_warps` restores the order of dim.
@@ -107,21 +161,21 @@ def _load_values(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE
         codes = tl.load(pages + place)
     else:
         codes = tl.load(pages + place, mask=column < DIM, other=0)
-    values = tl.permute(widen(codes, DTYPE, KIND), [3, 2, 6, 4, 0, 5, 1])
-    return tl.reshape(values, [WARPS, BLOCK_DIM, RUNS * _RUN])
+    values = codes if tl.int8 == DTYPE else widen(codes, DTYPE, KIND)
+    return tl.reshape(tl.permute(values, [3, 2, 6, 4, 0, 5, 1]), [WARPS, BLOCK_DIM, RUNS * _RUN])
 
 
 @triton.jit
 def attend_runs(
     query, key_pages, value_pages, pages, maxima, kv_head, first, loaded, cells, reads, is_head, top, mass, out,
-    covered, scale_log2,
+    covered, head_scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     MAXIMA: tl.constexpr, COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Add the `cells` `[warps, cells]` that each head `reads` `[warps, cells, group]`.
 
-    first: the first cells of runs, `[runs, warps]`. loaded: the same for a run that is loaded in place of one that no
-    head reads.
+    query: of `order_query`. first: the first cells of runs, `[runs, warps]`. loaded: the same for a run that is loaded
+    in place of one that no head reads. head_scale: what a head's products with keys are multiplied by, `[group]`.
     """
     RUNS: tl.constexpr = first.shape[0]
     WARPS: tl.constexpr = first.shape[1]
@@ -134,7 +188,11 @@ def attend_runs(
     word = tl.reshape(cells_of(origin // 4 + PAGE_TOKENS * DIM // 4 + offset), [WARPS, CELLS])
     key_scale = tl.load(floats_of(key_pages) + word)
     value_scale = tl.load(floats_of(value_pages) + word)
-    logits = tl.dot(keys, query, input_precision="ieee") * (key_scale * scale_log2)[:, :, None]
+    if query.dtype == tl.int8:
+        products = _from_columns(tl.dot(keys, tl.trans(query, 0, 2, 1)))
+    else:
+        products = tl.dot(keys, tl.trans(query, 0, 2, 1), input_precision="ieee")
+    logits = products * (key_scale[:, :, None] * head_scale[None, None, :])
     logits = tl.where(reads, logits, float("-inf"))
     if MAXIMA:
         LN2: tl.constexpr = 0.6931471805599453
@@ -151,7 +209,14 @@ def attend_runs(
     mass = mass * rescale + tl.sum(weights, 1)
     weights = tl.where(reads, weights * value_scale[:, :, None], 0.0)
     values = _load_values(value_pages, begin, DIM, BLOCK_DIM, query.dtype, KIND)
-    out = out * rescale[:, None, :] + tl.dot(values, weights.to(query.dtype), input_precision="ieee")
+    if query.dtype == tl.int8:
+        scale = _scale_for(tl.max(weights, 1)) + tl.sum(weights * 0.0, 1)
+        pairs = tl.broadcast_to(weights[:, :, :, None], [WARPS, CELLS, weights.shape[2], 2])
+        parts = _part_of(pairs, scale[:, None, :, None], (tl.arange(0, 2) == 0)[None, None, None, :])
+        sums = _from_columns(tl.dot(values, tl.reshape(parts, [WARPS, CELLS, 2 * weights.shape[2]])))
+        out = out * rescale[:, None, :] + sums * scale[:, None, :]
+    else:
+        out = out * rescale[:, None, :] + tl.dot(values, weights.to(query.dtype), input_precision="ieee")
     return higher, mass, out, covered
 
 

@@ -13,8 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.operations.decode_attention.attended_blocks import MAXIMA_CELLS, attend_spans, group_rows, store_partial
+from gpu.operations.decode_attention.attended_codes import INTEGER_CONFIGS, multiplies_integers
 from gpu.operations.decode_attention.decode_launch import Given, PagedReads, Workspace
-from gpu.operations.decode_attention.split_rows import num_pieces, num_places
+from gpu.operations.decode_attention.split_rows import (
+    INTEGER_PROGRAMS_PER_SM,
+    PROGRAMS_PER_SM,
+    num_pieces,
+    num_places,
+)
 from gpu.operations.kv.kv_rows import kind_of
 
 PAIRS_AT_ONCE = 64  # pairs (request, KV head) whose blocks a program counts together
@@ -40,6 +46,7 @@ CONFIGS = {
     (4, 256): (16, 4, 2, 128),
     (4, 512): (16, 4, 1, 255),
 }
+INTEGER_REGISTERS = 255
 
 _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
 
@@ -103,6 +110,7 @@ def _balanced_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
     NARROW: tl.constexpr, FAR: tl.constexpr, MAXIMA: tl.constexpr, COUNTED: tl.constexpr, KIND: tl.constexpr,
+    INTEGERS: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if FAR else 1
     program = tl.program_id(0)
@@ -173,6 +181,7 @@ def _balanced_kernel(
                 rows, key_pages, value_pages, pages, highest, kv_head, first - start, stop - start, front, back,
                 below, from_cell, to_cell, is_head, scale_log2,
                 KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, WARPS, MAXIMA, COUNTED, KIND,
+        INTEGERS,
             )  # fmt: skip
             row = (program + span).to(tl.int64) * GROUP + member
             store_partial(
@@ -236,23 +245,29 @@ def launch_balanced(
     piece_out, piece_lse, num_sms = workspace.out, workspace.lse, workspace.num_sms
     parts, requests, heads, dim = out.shape
     kv_heads, page_tokens = key_pages.shape[1:3]
-    group, pairs, pieces = heads // kv_heads, requests * kv_heads, num_pieces(num_sms)
-    block_tokens, num_warps, num_stages, registers = CONFIGS[key_pages.element_size(), dim]
+    group, pairs = heads // kv_heads, requests * kv_heads
     block_dim, kind = triton.next_power_of_2(dim), kind_of(key_pages)
+    integers = multiplies_integers(query, kind)
+    if integers:
+        block_tokens, num_warps, num_stages, registers = *INTEGER_CONFIGS[dim], INTEGER_REGISTERS
+    else:
+        block_tokens, num_warps, num_stages, registers = CONFIGS[key_pages.element_size(), dim]
+    programs = INTEGER_PROGRAMS_PER_SM if integers else PROGRAMS_PER_SM
+    pieces = num_pieces(num_sms, programs)
     is_counted = covered is not None
     ends = torch.empty(pairs * parts, dtype=torch.int32, device=query.device)
     counts = ends  # a placeholder that the kernel does not read
     if is_counted:
-        places = num_places(requests, kv_heads, parts, num_sms)
+        places = num_places(requests, kv_heads, parts, num_sms, programs)
         counts = torch.empty(places * group, dtype=torch.int32, device=query.device)
     _balanced_kernel[(pieces,)](
         query, key_pages, value_pages, page_table, slots, context_lens, bounds, lse if maxima is None else maxima,
         piece_out, piece_lse, counts, ends, scale * 1.4426950408889634, query.stride(0), page_table.stride(0), pairs,
         *bounds.stride(), 0 if maxima is None else maxima.shape[-1],
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=block_dim, PAGE_TOKENS=page_tokens,
-        BLOCK_GROUP=group_rows(group, kind), BLOCK_TOKENS=block_tokens, WARPS=num_warps,
+        BLOCK_GROUP=group_rows(group, kind, integers), BLOCK_TOKENS=block_tokens, WARPS=num_warps,
         PAIRS=PAIRS_AT_ONCE, NARROW=triton.next_power_of_2(group),
-        FAR=parts == 2, MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind,
+        FAR=parts == 2, MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind, INTEGERS=integers,
         num_warps=num_warps, num_stages=num_stages, maxnreg=registers,
     )  # fmt: skip
     at_once = num_merged_together(pieces, pairs)

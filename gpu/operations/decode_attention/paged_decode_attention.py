@@ -20,10 +20,17 @@ from torch import Tensor
 
 from gpu.operations.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
 from gpu.operations.decode_attention.attended_blocks import MAXIMA_CELLS, attend_blocks, group_rows, store_partial
+from gpu.operations.decode_attention.attended_codes import INTEGER_CONFIGS, multiplies_integers
 from gpu.operations.decode_attention.balanced_decode_attention import launch_balanced
 from gpu.operations.decode_attention.decode_launch import Given, PagedReads, Workspace
 from gpu.operations.decode_attention.paged_decode_reference import attend_cells, attend_whole
-from gpu.operations.decode_attention.split_rows import num_rows, num_splits, scratch_arrays
+from gpu.operations.decode_attention.split_rows import (
+    INTEGER_PROGRAMS_PER_SM,
+    PROGRAMS_PER_SM,
+    num_rows,
+    num_splits,
+    scratch_arrays,
+)
 from gpu.operations.kv.kv_rows import check_pages, kind_of
 from transfer.allocation import allocate_empty
 from transfer.partial import Partial
@@ -118,7 +125,7 @@ def _split_kernel(
     split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits, maxima_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
-    COUNTED: tl.constexpr, KIND: tl.constexpr,
+    COUNTED: tl.constexpr, KIND: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member = tl.arange(0, BLOCK_GROUP)
@@ -140,6 +147,7 @@ def _split_kernel(
     top, mass, out, covered = attend_blocks(
         rows, key_pages, value_pages, pages, highest, kv_head, first, last, context, is_head, scale_log2,
         KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, WARPS, MAXIMA, COUNTED, KIND,
+        INTEGERS,
     )  # fmt: skip
     row = (request * num_splits + split) * (KV_HEADS * GROUP) + head
     store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, BLOCK_DIM, COUNTED)
@@ -243,9 +251,11 @@ def _launch_splits(reads: PagedReads, maxima: Tensor | None, workspace: Workspac
     query, key_pages, value_pages, page_table, slots, context_lens, scale = reads
     _, lse, covered = given
     (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
-    block_tokens, num_warps, num_stages = CONFIGS[key_pages.element_size(), dim]
-    splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)
     group, kind = heads // kv_heads, kind_of(key_pages)
+    integers = multiplies_integers(query, kind)
+    block_tokens, num_warps, num_stages = INTEGER_CONFIGS[dim] if integers else CONFIGS[key_pages.element_size(), dim]
+    programs = INTEGER_PROGRAMS_PER_SM if integers else PROGRAMS_PER_SM
+    splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms, programs)
     is_counted = covered is not None
     split_covered = slots  # a placeholder that the kernel does not read
     if is_counted:
@@ -255,8 +265,8 @@ def _launch_splits(reads: PagedReads, maxima: Tensor | None, workspace: Workspac
         workspace.out, workspace.lse, split_covered, scale * 1.4426950408889634, query.stride(0), page_table.stride(0),
         splits, 0 if maxima is None else maxima.shape[-1],
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), PAGE_TOKENS=page_tokens,
-        BLOCK_GROUP=group_rows(group, kind), BLOCK_TOKENS=block_tokens, WARPS=num_warps,
-        MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind,
+        BLOCK_GROUP=group_rows(group, kind, integers), BLOCK_TOKENS=block_tokens, WARPS=num_warps,
+        MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind, INTEGERS=integers,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     merge_splits(workspace, split_covered, slots, context_lens, splits, block_tokens, given)
