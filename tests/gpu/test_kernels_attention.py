@@ -1,16 +1,19 @@
 """Paged decode attention against a float64 oracle: ragged contexts, shuffled pages, poison outside of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from gpu.operations.arguments import runs_on_triton
 from gpu.operations.decode_attention.attended_codes import LARGEST_INTEGER, multiplies_integers
 from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.paged_decode_attention import (
     MAXIMA_CELLS,
     paged_decode_attention_reference,
 )
-from gpu.operations.decode_attention.split_rows import most_rows, num_splits
+from gpu.operations.decode_attention.split_rows import filling_splits, most_rows, num_rows, num_splits
 from gpu.operations.kv.kv_rows import kind_of
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance, wide
 from tests.gpu.paged_rows import CODE_IDS, CODES, Paged, lose_row
@@ -144,21 +147,34 @@ def test_wrong_arguments_are_named(dtype, device):
 
 @pytest.mark.parametrize("programs", [4, 8])
 @pytest.mark.parametrize("requests", [1, 2, 3, 16, 22, 32, 37, 64, 75, 128])
-@pytest.mark.parametrize("context", [512, 8192, 17_408, 262_144])
-def test_splits_fill_the_device_and_bound_the_longest_program(requests, context, programs):
-    splits = num_splits(requests, 8, context, 132, programs)
-    assert 1 <= splits <= 128
-    assert context / splits <= 8192
-    at_once, pairs = programs * 132, requests * 8
-    busy = pairs * splits / (-(-pairs * splits // at_once) * at_once)
-    assert busy > 0.6 or splits == 128
-    assert requests * splits <= most_rows(requests, 8, context)
+def test_splits_fill_the_device_and_bound_the_longest_program(requests, programs):
+    filling = filling_splits(requests * 8, 132, programs)
+    at_once, programs_in_all = programs * 132, requests * 8 * filling
+    assert programs_in_all / (-(-programs_in_all // at_once) * at_once) > 0.6
+    for context in (512, 8192, 17_408, 262_144):
+        splits = num_splits(filling, context)
+        assert splits >= filling
+        assert context / splits <= 8192
+        assert requests * splits <= num_rows(requests, 8, context, 1, 132) <= most_rows(requests, 8, context)
 
 
-def test_programs_of_32_contexts_of_a_longer_limit_end_together():
-    """Three splits would be enough for the limit, and half of the second round would idle."""
-    assert num_splits(32, 8, 17_408, 132) == 4
-    assert num_splits(32, 8, 8192, 132) == 2
+def test_programs_of_as_many_rounds_as_needed_end_together():
+    assert filling_splits(256, 132, 4) == 2  # three would be 1.45 rounds
+    assert filling_splits(300, 132, 4) == 3  # two would be 1.14 rounds
+
+
+@on_devices
+@on_dtypes
+def test_a_short_context_has_no_more_splits_than_fill_the_device(dtype, device):
+    """Of a longest context of three splits, the programs of the second and third write nothing of a short one."""
+    paged = Paged(dtype, device, SHAPES[1], [700], max_context=FEW_SPLITS)
+    paged.workspace = replace(paged.workspace, num_sms=0)
+    partial, (out, lse) = paged.run(), paged.wanted()
+    assert distance(partial.out, out) < KERNEL_TOLERANCE[dtype]
+    assert (np.abs(wide(partial.lse) - lse) < lse_tolerance(lse, SHAPES[1][2], dtype)).all()
+    if runs_on_triton(paged.query):
+        assert not paged.workspace.lse[0].isnan().any()
+        assert paged.workspace.lse[1:].isnan().all()
 
 
 def attend_in_integers(paged: Paged, row: int, query_top: int, weight_top: int) -> np.ndarray:

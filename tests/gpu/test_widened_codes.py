@@ -70,5 +70,5 @@ def test_every_warp_takes_whole_runs_of_codes():
             runs = block_tokens // (num_warps * RUN_CELLS)
             assert runs in (1, 2)
             assert block_tokens == runs * num_warps * RUN_CELLS
-    for block_tokens, num_warps, _ in INTEGER_CONFIGS.values():
+    for block_tokens, num_warps, *_ in INTEGER_CONFIGS.values():
         assert block_tokens == 2 * num_warps * RUN_CELLS  # tensor cores multiply 32 integers at once

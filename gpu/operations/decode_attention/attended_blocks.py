@@ -17,12 +17,14 @@ from gpu.operations.decode_attention.attended_codes import (
     order_query,
     runs_of,
 )
+from gpu.operations.decode_attention.split_rows import MAX_SPLIT_TOKENS
 from gpu.operations.kv.kv_rows import PLAIN
 
 MAXIMA_CELLS = RUN_CELLS  # cells of a block whose largest logit is reported
 MIN_GROUP_ROWS = 16  # the smallest tile that tensor cores take as a first operand
 
 _MAXIMA_CELLS, _PLAIN = tl.constexpr(MAXIMA_CELLS), tl.constexpr(PLAIN)
+_MAX_SPLIT_TOKENS = tl.constexpr(MAX_SPLIT_TOKENS)
 
 
 def group_rows(group: int, kind: int, integers: bool) -> int:
@@ -32,6 +34,16 @@ def group_rows(group: int, kind: int, integers: bool) -> int:
     """
     least = MIN_GROUP_ROWS if kind == PLAIN else MIN_GROUP_COLUMNS // (1 + integers)
     return max(least, triton.next_power_of_2(group))
+
+
+@triton.jit
+def blocks_of_split(context, filling, num_splits, BLOCK_TOKENS: tl.constexpr):
+    """Return how many blocks a split of a context has, at least one.
+
+    A context has `filling` splits, or more if these were too long. num_splits: the most, for which there are programs.
+    """
+    splits = tl.minimum(tl.maximum(filling, tl.cdiv(context, _MAX_SPLIT_TOKENS)), num_splits)
+    return tl.maximum(tl.cdiv(tl.cdiv(context, BLOCK_TOKENS), splits), 1)
 
 
 @triton.jit

@@ -27,8 +27,9 @@ MIN_GROUP_COLUMNS = 8  # the smallest tile of a second operand
 LARGEST_INTEGER = 127 * 256  # the largest that two columns of 8 bits can hold on both sides of 0
 SMALLEST_INTEGER_TOP = 1e-30  # what is smaller is rounded as this is, so that the inverse of a scale is finite
 
-# dim: block_tokens, num_warps, num_stages of kernels that multiply integers. A warp takes 32 cells, a whole tile.
-INTEGER_CONFIGS = {64: (32, 1, 3), 96: (32, 1, 3), 128: (32, 1, 3), 256: (32, 1, 3)}
+# dim: block_tokens, num_warps, num_stages, programs per multiprocessor of kernels that multiply integers. A warp takes
+# 32 cells, a whole tile.
+INTEGER_CONFIGS = {64: (32, 1, 3, 8), 96: (32, 1, 3, 8), 128: (32, 1, 3, 8), 256: (32, 1, 3, 8)}
 
 _RUN, _LARGEST_INTEGER = tl.constexpr(RUN_CELLS), tl.constexpr(LARGEST_INTEGER)
 _SMALLEST_INTEGER_TOP = tl.constexpr(SMALLEST_INTEGER_TOP)

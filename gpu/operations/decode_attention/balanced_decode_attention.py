@@ -15,12 +15,7 @@ from torch import Tensor
 from gpu.operations.decode_attention.attended_blocks import MAXIMA_CELLS, attend_spans, group_rows, store_partial
 from gpu.operations.decode_attention.attended_codes import INTEGER_CONFIGS, multiplies_integers
 from gpu.operations.decode_attention.decode_launch import Given, PagedReads, Workspace
-from gpu.operations.decode_attention.split_rows import (
-    INTEGER_PROGRAMS_PER_SM,
-    PROGRAMS_PER_SM,
-    num_pieces,
-    num_places,
-)
+from gpu.operations.decode_attention.split_rows import PROGRAMS_PER_SM, num_pieces, num_places
 from gpu.operations.kv.kv_rows import kind_of
 
 PAIRS_AT_ONCE = 64  # pairs (request, KV head) whose blocks a program counts together
@@ -248,11 +243,11 @@ def launch_balanced(
     group, pairs = heads // kv_heads, requests * kv_heads
     block_dim, kind = triton.next_power_of_2(dim), kind_of(key_pages)
     integers = multiplies_integers(query, kind)
+    block_tokens, num_warps, num_stages, registers = CONFIGS[key_pages.element_size(), dim]
+    programs = PROGRAMS_PER_SM
     if integers:
-        block_tokens, num_warps, num_stages, registers = *INTEGER_CONFIGS[dim], INTEGER_REGISTERS
-    else:
-        block_tokens, num_warps, num_stages, registers = CONFIGS[key_pages.element_size(), dim]
-    programs = INTEGER_PROGRAMS_PER_SM if integers else PROGRAMS_PER_SM
+        block_tokens, num_warps, num_stages, programs = INTEGER_CONFIGS[dim]
+        registers = INTEGER_REGISTERS
     pieces = num_pieces(num_sms, programs)
     is_counted = covered is not None
     ends = torch.empty(pairs * parts, dtype=torch.int32, device=query.device)

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.operations.arguments import check, check_contiguous, check_dtype, runs_on_triton
-from gpu.operations.decode_attention.attended_blocks import store_partial
+from gpu.operations.decode_attention.attended_blocks import blocks_of_split, store_partial
 from gpu.operations.decode_attention.decode_launch import Workspace
 from gpu.operations.decode_attention.paged_decode_attention import merge_splits
-from gpu.operations.decode_attention.split_rows import num_splits
+from gpu.operations.decode_attention.split_rows import filling_splits, num_splits
 from gpu.operations.kv.kv_rows import PLAIN, floats_of, kind_of, widen
 from gpu.operations.kv.latent_rows import check_latent_pages, read_latents
 from transfer.partial import Partial
@@ -64,10 +64,10 @@ def latent_decode_attention_reference(reads: LatentReads) -> Partial:
     return Partial(out, lse, context[:, None].expand(requests, heads).to(torch.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "filling"])
 def _latent_split_kernel(
     query, pages, page_table, slots, context_lens, split_out, split_lse, split_covered, scale_log2, query_stride,
-    max_pages, num_splits,
+    max_pages, num_splits, filling,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _latent_split_kernel(
     slot = tl.load(slots + request)
     context = tl.where(slot >= 0, tl.load(context_lens + request), 0)
     num_blocks = tl.cdiv(context, BLOCK_TOKENS)
-    split_blocks = tl.cdiv(num_blocks, num_splits)
+    split_blocks = blocks_of_split(context, filling, num_splits, BLOCK_TOKENS)
     first = split * split_blocks
     if first >= num_blocks:
         return
@@ -156,7 +156,8 @@ def latent_decode_attention(reads: LatentReads, workspace: Workspace, is_counted
     size = query.element_size()
     tile_tokens, num_warps, num_stages = TILES[size]
     block_heads = min(MOST_HEADS[size], max(LEAST_HEADS, triton.next_power_of_2(heads)))
-    splits = num_splits(requests, 1, workspace.max_context_tokens, workspace.num_sms)
+    filling = filling_splits(requests, workspace.num_sms)
+    splits = num_splits(filling, workspace.max_context_tokens)
     out = torch.empty(requests, heads, rank, dtype=torch.float32, device=device)
     lse = torch.empty(requests, heads, dtype=torch.float32, device=device)
     covered = torch.empty(requests, heads, dtype=torch.int32, device=device) if is_counted else None
@@ -165,9 +166,9 @@ def latent_decode_attention(reads: LatentReads, workspace: Workspace, is_counted
         split_covered = torch.empty(requests * splits, heads, dtype=torch.int32, device=device)
     _latent_split_kernel[(requests, triton.cdiv(heads, block_heads), splits)](
         query, pages, page_table, slots, context_lens, workspace.out, workspace.lse, split_covered,
-        scale * 1.4426950408889634, query.stride(0), page_table.stride(0), splits,
+        scale * 1.4426950408889634, query.stride(0), page_table.stride(0), splits, filling,
         HEADS=heads, RANK=rank, ROTATED=rotated, PAGE_TOKENS=pages.shape[2], BLOCK_HEADS=block_heads,
         BLOCK_TOKENS=tile_tokens, COUNTED=is_counted, KIND=kind_of(pages), num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    merge_splits(workspace, split_covered, slots, context_lens, splits, tile_tokens, (out, lse, covered))
+    merge_splits(workspace, split_covered, slots, context_lens, splits, filling, tile_tokens, (out, lse, covered))
     return Partial(out, lse, covered)

@@ -7,8 +7,9 @@ codes 2 * (dim + 4)) for each cell that a head of a query group reads, once for 
 blocks at its bounds.
 
 On a GPU a whole context is cut into splits (split-KV, as in FlashDecoding), with one program for each (request, KV
-head, split); a second kernel merges a request's splits. The launch fixes the number of splits, so a CUDA graph serves
-every context length. With bounds, spans differ, and `balanced_decode_attention` cuts them.
+head, split); a second kernel merges a request's splits. The launch fixes the number of programs, so a CUDA graph serves
+every context length; programs that a short context does not need end at once. With bounds, spans differ, and
+`balanced_decode_attention` cuts them.
 """
 
 from dataclasses import dataclass
@@ -19,14 +20,21 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.operations.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
-from gpu.operations.decode_attention.attended_blocks import MAXIMA_CELLS, attend_blocks, group_rows, store_partial
+from gpu.operations.decode_attention.attended_blocks import (
+    MAXIMA_CELLS,
+    attend_blocks,
+    blocks_of_split,
+    group_rows,
+    store_partial,
+)
 from gpu.operations.decode_attention.attended_codes import INTEGER_CONFIGS, multiplies_integers
 from gpu.operations.decode_attention.balanced_decode_attention import launch_balanced
 from gpu.operations.decode_attention.decode_launch import Given, PagedReads, Workspace
 from gpu.operations.decode_attention.paged_decode_reference import attend_cells, attend_whole
 from gpu.operations.decode_attention.split_rows import (
-    INTEGER_PROGRAMS_PER_SM,
+    MOST_PROGRAMS_PER_SM,
     PROGRAMS_PER_SM,
+    filling_splits,
     num_rows,
     num_splits,
     scratch_arrays,
@@ -35,23 +43,24 @@ from gpu.operations.kv.kv_rows import check_pages, kind_of
 from transfer.allocation import allocate_empty
 from transfer.partial import Partial
 
-# (itemsize of a stored element, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
+# (itemsize of a stored element, dim): block_tokens, num_warps, num_stages, programs per multiprocessor. Every row fits
+# 99 KiB of shared memory.
 CONFIGS = {
-    (1, 64): (64, 2, 3),
-    (1, 96): (64, 2, 3),
-    (1, 128): (64, 2, 3),
-    (1, 256): (64, 4, 3),
-    (1, 512): (64, 4, 1),
-    (2, 64): (64, 4, 3),
-    (2, 96): (64, 4, 2),
-    (2, 128): (64, 4, 2),
-    (2, 256): (32, 4, 2),
-    (2, 512): (16, 4, 2),
-    (4, 64): (32, 4, 2),
-    (4, 96): (32, 4, 2),
-    (4, 128): (32, 4, 2),
-    (4, 256): (16, 4, 2),
-    (4, 512): (16, 4, 1),
+    (1, 64): (32, 1, 3, MOST_PROGRAMS_PER_SM),
+    (1, 96): (32, 1, 3, MOST_PROGRAMS_PER_SM),
+    (1, 128): (32, 1, 3, MOST_PROGRAMS_PER_SM),
+    (1, 256): (64, 4, 3, PROGRAMS_PER_SM),
+    (1, 512): (64, 4, 1, PROGRAMS_PER_SM),
+    (2, 64): (64, 2, 3, MOST_PROGRAMS_PER_SM),
+    (2, 96): (64, 4, 2, PROGRAMS_PER_SM),
+    (2, 128): (32, 2, 2, MOST_PROGRAMS_PER_SM),
+    (2, 256): (32, 4, 2, PROGRAMS_PER_SM),
+    (2, 512): (16, 4, 2, PROGRAMS_PER_SM),
+    (4, 64): (32, 4, 2, PROGRAMS_PER_SM),
+    (4, 96): (32, 4, 2, PROGRAMS_PER_SM),
+    (4, 128): (32, 4, 2, PROGRAMS_PER_SM),
+    (4, 256): (16, 4, 2, PROGRAMS_PER_SM),
+    (4, 512): (16, 4, 1, PROGRAMS_PER_SM),
 }
 
 REDUCED_DIMS = 128  # of a program that merges splits: with all 512 of a head it would take as long as attention
@@ -119,10 +128,11 @@ def paged_decode_attention_reference(
     return DevicePartials(near, far if has_far else None)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "filling"])
 def _split_kernel(
     query, key_pages, value_pages, page_table, slots, context_lens, maxima,
-    split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits, maxima_stride,
+    split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits, filling,
+    maxima_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
     COUNTED: tl.constexpr, KIND: tl.constexpr, INTEGERS: tl.constexpr,
@@ -133,7 +143,7 @@ def _split_kernel(
     is_head = member < GROUP
     context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
     num_blocks = tl.cdiv(context, BLOCK_TOKENS)
-    split_blocks = tl.cdiv(num_blocks, num_splits)
+    split_blocks = blocks_of_split(context, filling, num_splits, BLOCK_TOKENS)
     first = split * split_blocks
     if first >= num_blocks:  # short contexts leave splits empty; the reduction skips these
         return
@@ -153,16 +163,16 @@ def _split_kernel(
     store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, BLOCK_DIM, COUNTED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "filling"])
 def _reduce_kernel(
-    split_out, split_lse, split_covered, out, lse, covered, slots, context_lens, num_splits,
+    split_out, split_lse, split_covered, out, lse, covered, slots, context_lens, num_splits, filling,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)  # programs of further dims store the same lse
     context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
     num_blocks = tl.cdiv(context, BLOCK_TOKENS)
-    split_blocks = tl.maximum(tl.cdiv(num_blocks, num_splits), 1)
+    split_blocks = blocks_of_split(context, filling, num_splits, BLOCK_TOKENS)
     split = tl.arange(0, BLOCK_SPLITS)
     is_used = (split * split_blocks < num_blocks) & (split < num_splits)
     column = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
@@ -253,9 +263,10 @@ def _launch_splits(reads: PagedReads, maxima: Tensor | None, workspace: Workspac
     (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
     group, kind = heads // kv_heads, kind_of(key_pages)
     integers = multiplies_integers(query, kind)
-    block_tokens, num_warps, num_stages = INTEGER_CONFIGS[dim] if integers else CONFIGS[key_pages.element_size(), dim]
-    programs = INTEGER_PROGRAMS_PER_SM if integers else PROGRAMS_PER_SM
-    splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms, programs)
+    config = INTEGER_CONFIGS[dim] if integers else CONFIGS[key_pages.element_size(), dim]
+    block_tokens, num_warps, num_stages, programs = config
+    filling = filling_splits(requests * kv_heads, workspace.num_sms, programs)
+    splits = num_splits(filling, workspace.max_context_tokens)
     is_counted = covered is not None
     split_covered = slots  # a placeholder that the kernel does not read
     if is_counted:
@@ -263,29 +274,30 @@ def _launch_splits(reads: PagedReads, maxima: Tensor | None, workspace: Workspac
     _split_kernel[(requests, kv_heads, splits)](
         query, key_pages, value_pages, page_table, slots, context_lens, lse if maxima is None else maxima,
         workspace.out, workspace.lse, split_covered, scale * 1.4426950408889634, query.stride(0), page_table.stride(0),
-        splits, 0 if maxima is None else maxima.shape[-1],
+        splits, filling, 0 if maxima is None else maxima.shape[-1],
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), PAGE_TOKENS=page_tokens,
         BLOCK_GROUP=group_rows(group, kind, integers), BLOCK_TOKENS=block_tokens, WARPS=num_warps,
         MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind, INTEGERS=integers,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    merge_splits(workspace, split_covered, slots, context_lens, splits, block_tokens, given)
+    merge_splits(workspace, split_covered, slots, context_lens, splits, filling, block_tokens, given)
 
 
 def merge_splits(
-    workspace: Workspace, split_covered: Tensor, slots: Tensor, context_lens: Tensor, splits: int, block_tokens: int,
-    given: tuple[Tensor, Tensor, Tensor | None],
+    workspace: Workspace, split_covered: Tensor, slots: Tensor, context_lens: Tensor, splits: int, filling: int,
+    block_tokens: int, given: tuple[Tensor, Tensor, Tensor | None],
 ) -> None:  # fmt: skip
     """Merge each request's splits in the workspace; they are cut at whole blocks of `block_tokens`.
 
-    given: out, lse and covered of one part, which receive the partial.
+    splits: of the longest context. filling: of a short one. given: out, lse and covered of one part, which receive the
+    partial.
     """
     out, lse, covered = given
     requests, heads, dim = out.shape[-3:]
     block_dim, block_splits = min(REDUCED_DIMS, triton.next_power_of_2(dim)), triton.next_power_of_2(splits)
     _reduce_kernel[(requests, heads, triton.cdiv(dim, block_dim))](
         workspace.out, workspace.lse, split_covered, out, lse, slots if covered is None else covered, slots,
-        context_lens, splits,
+        context_lens, splits, filling,
         HEADS=heads, DIM=dim, BLOCK_DIM=block_dim, BLOCK_SPLITS=block_splits,
         BLOCK_TOKENS=block_tokens, COUNTED=covered is not None,
         num_warps=min(4, max(1, block_splits * block_dim // NUMBERS_OF_A_WARP)),

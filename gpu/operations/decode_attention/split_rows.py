@@ -6,20 +6,17 @@ from transfer.arrays import ArraySpec
 
 MAX_SPLITS = 128
 MAX_SPLIT_TOKENS = 8192
-PROGRAMS_PER_SM = 4
-INTEGER_PROGRAMS_PER_SM = 8  # of kernels that multiply integers, whose programs are single warps
+PROGRAMS_PER_SM = 4  # of kernels whose programs have four warps
+MOST_PROGRAMS_PER_SM = 8  # of all kernels
 LEAST_PIECES = 5  # used without a GPU, where the interpreter runs each
 MOST_PROGRAMS = 4096  # twice what fills any device
 LEAST_GAIN = 0.95  # more splits must reduce a launch's estimated time to this
 
 
 def num_rows(requests: int, kv_heads: int, max_context_tokens: int, parts: int, num_sms: int) -> int:
-    """Return the rows of a workspace for so many requests, enough for launches with and without bounds."""
-    splits = max(
-        num_splits(requests, kv_heads, max_context_tokens, num_sms, programs)
-        for programs in (PROGRAMS_PER_SM, INTEGER_PROGRAMS_PER_SM)
-    )
-    places = num_places(requests, kv_heads, parts, num_sms, INTEGER_PROGRAMS_PER_SM)
+    """Return the rows of a workspace for so many requests, enough for launches of all kernels."""
+    splits = num_splits(_most_filling(requests * kv_heads, MOST_PROGRAMS_PER_SM * num_sms), max_context_tokens)
+    places = num_places(requests, kv_heads, parts, num_sms, MOST_PROGRAMS_PER_SM)
     return max(requests * splits, -(-places // kv_heads))
 
 
@@ -37,26 +34,31 @@ def scratch_arrays(num_rows: int, num_heads: int, dim: int) -> dict[str, ArraySp
     }
 
 
-@cache
-def num_splits(
-    requests: int, kv_heads: int, max_context_tokens: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM
-) -> int:
-    """Return the number of splits of one context, so that none is much too long and programs end together.
+def _most_filling(pairs: int, at_once: int) -> int:
+    """Return the most splits that `filling_splits` may choose: about two rounds of programs."""
+    return min(MAX_SPLITS, max(1, 2 * -(-at_once // pairs)))
 
-    Programs are taken to be equally long and to run in rounds of `programs_per_sm` a multiprocessor. The device idles
-    in the last round unless it is full: 256 contexts in three splits take as long as in four.
+
+@cache
+def filling_splits(pairs: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
+    """Return into how many splits to cut each context so that the device is full until all programs end.
+
+    pairs: of a request and a KV head. Programs are taken to be equally long and to run in rounds of `programs_per_sm` a
+    multiprocessor, and the device idles unless the last round is full: 256 pairs in three splits of 528 programs at
+    once take longer than in two.
     """
-    least = min(MAX_SPLITS, max(1, -(-max_context_tokens // MAX_SPLIT_TOKENS)))
-    pairs, at_once = requests * kv_heads, programs_per_sm * num_sms
-    if at_once == 0:
-        return least
-    most = min(MAX_SPLITS, max(least, 2 * -(-at_once // pairs)))
-    chosen, shortest = least, float("inf")
-    for splits in range(least, most + 1):
+    at_once = max(1, programs_per_sm * num_sms)
+    chosen, shortest = 1, float("inf")
+    for splits in range(1, _most_filling(pairs, at_once) + 1):
         time = -(-pairs * splits // at_once) / splits
         if time <= LEAST_GAIN * shortest:
             chosen, shortest = splits, time
     return chosen
+
+
+def num_splits(filling: int, max_context_tokens: int) -> int:
+    """Return the splits of the longest context: at least those that fill the device, and none is much too long."""
+    return min(MAX_SPLITS, max(filling, -(-max_context_tokens // MAX_SPLIT_TOKENS)))
 
 
 def num_pieces(num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
