@@ -150,10 +150,12 @@ def open_vllm(kind: str, rows: Sequence[PeerRow], kv: str) -> Stepper:
 
 
 def run_rows(
-    stepper: Stepper, kind: str, rows: Sequence[PeerRow], file: Path, rate_files: Sequence[Path], kv: str
+    stepper: Stepper, weights: str, rows: Sequence[PeerRow], file: Path, rate_files: Sequence[Path]
 ) -> None:
-    """Run the rows that the file does not have, and write each as soon as it is done."""
-    weights = kind if kv == "auto" else f"{kind}, kv {kv}"
+    """Run the rows that the file does not have, and write each as soon as it is done.
+
+    weights: how the rows name the kind of weights, and of keys and values.
+    """
     stepper.run(TokenLoad(4, 64, 8, seed=1))
     for row in rows:
         rate = rate_of(rate_files) if row.needs_rate else None
@@ -177,6 +179,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", default="short")
     made.add_argument("--small", action="store_true")
     made.add_argument("--kv", default="auto")
+    made.add_argument("--weights", help="how rows name the weights; default: by the kind")
     made.add_argument("--rate-of", type=Path, help="the other side's rows")
     made.add_argument("--rate", type=float, help="of arrivals a second; no row is wanted for it")
     return made
@@ -194,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"vllm: {error}; its side is left out; put it on PYTHONPATH by VLLM_PATH", file=sys.stderr)
         return NOT_INSTALLED
     rate_files = [asked.file] if asked.rate_of is None else [asked.file, asked.rate_of]
-    run_rows(stepper, asked.kind, rows, asked.file, rate_files, asked.kv)
+    run_rows(stepper, asked.weights or asked.kind, rows, asked.file, rate_files)
     return 0
 
 

@@ -96,11 +96,11 @@ def test_requests_come_when_they_are_due_and_no_more_are_open_than_are_to_be() -
 def test_rows_are_written_as_they_are_done_and_not_run_again(tmp_path: Path) -> None:
     file = tmp_path / "vllm-bf16.jsonl"
     stepper = Stepper(Engine(), lambda tokens, tells_each: (tokens, tells_each))
-    run_rows(stepper, "bf16", choose_rows("step-1,prompt-512,arrivals", True, None), file, [file], "auto")
+    run_rows(stepper, "bf16", choose_rows("step-1,prompt-512,arrivals", True, None), file, [file])
     assert list(read_rows(file)) == ["step-1", "prompt-512"], "arrivals want a rate"
     given = tmp_path / "given.jsonl"
     (row,) = choose_rows("arrivals", True, 500.0)
-    run_rows(stepper, "bf16", [row], given, [given], "auto")
+    run_rows(stepper, "bf16", [row], given, [given])
     assert list(read_rows(given)) == ["arrivals"]
     assert row.with_repeat(0).arrivals() == replace(row.load, seed=row.with_repeat(0).seed, rate=500.0).arrivals()
     with file.open("a") as out:

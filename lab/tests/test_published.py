@@ -89,16 +89,17 @@ def test_products_by_the_library_are_made_by_it_alone_with_an_empty_folder_first
         assert (model.weights, model.products) == (kind, "humming")
 
 
-def test_a_cache_of_eight_bits_is_that_of_both_sides_and_names_their_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_a_cache_of_eight_bits_is_that_of_both_sides_and_ours_names_their_rows(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KV", "fp8")
+    monkeypatch.setenv("KV", kv)
     asked = run(ROOT / "lab" / "published" / "vllm.sh", tmp_path, "ours", "theirs", "int4")
     (ours,) = [words for words in asked if "peers-serve" in words]
     (theirs,) = [words for words in asked if "lab.speed.vllm_rows" in words]
-    assert ours[ours.index("--weights") + 1] == "int4, kv fp8"
+    assert ours[ours.index("--weights") + 1] == theirs[theirs.index("--weights") + 1] == f"int4, kv {kv}"
     assert theirs[theirs.index("--kv") + 1] == "fp8"
-    assert load_deployment(tmp_path / "out" / "tandem-int4.yaml").gpu.kv == "fp8"
+    assert load_deployment(tmp_path / "out" / "tandem-int4.yaml").gpu.kv == kv
 
 
 def test_a_rate_that_is_given_is_that_of_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
