@@ -308,6 +308,7 @@ class Runner:
             self._prefill.decoder.projections.choose_tiles(batch_sizes, seconds)
             torch.cuda.empty_cache()  # what was timed is not in the plan
             self.decode_steps.capture(batch_sizes, on_progress)
+            self._prefill.use_row_sizes(sorted({min(size, self.limits.max_running) for size in batch_sizes}))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:

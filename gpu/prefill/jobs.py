@@ -32,6 +32,7 @@ from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.job_state import JobState, PromptPart, ends_with, pack_job
 from gpu.prefill.layer_graphs import LayerGraphs
 from gpu.prefill.outputs import FinishedJob, finish_job, score_tokens
+from gpu.prefill.row_sizes import pad_indices, pad_rows
 from gpu.prefill.unit_attention import UnitAttention
 from gpu.prefill.window_attention import UnitPart, WindowedUnit, WindowPrefill
 from gpu.sampling.sampler import Sampler
@@ -95,6 +96,17 @@ class Prefill:
         self._jobs: dict[int, JobState] = {}
         self._chunk_jobs: dict[int, tuple[PrefillJob, ChunkJob]] = {}
         self._failures: dict[int, str] = {}
+        self._row_sizes: tuple[int, ...] = ()
+
+    def use_row_sizes(self, sizes: Sequence[int]) -> None:
+        """Pad the last tokens of prompts to these numbers of rows from now on. They are those of captured decode steps.
+
+        Compiles the product that takes attention's output in another dtype than decode steps do.
+        """
+        self._row_sizes = tuple(sizes)
+        last = self.decoder.architecture.main_layers - 1
+        if self.decoder.specs[last].recurrent is None and self.decoder.specs[last].has_mixer:
+            self.decoder.projections.warm_up_output(last, sizes)
 
     def drop_graphs(self) -> None:
         """Free all captured layers."""
@@ -212,7 +224,7 @@ class Prefill:
             return None
         if self._head is not None and state.hidden is not None:
             self._head.fill(state.hidden, state.token_ids, state.positions, state.slots, state.offsets)
-        finished = None if state.has_failed else finish_job(self.decoder, state)
+        finished = None if state.has_failed else finish_job(self.decoder, state, self._row_sizes)
         if finished is not None and draws:
             finished.drawing.draw(self.sampler)
         self.drop(unit.job_id)
@@ -268,12 +280,19 @@ class Prefill:
         if ends is None:
             state.put(chunk, self._layer(state, unit.layer, chunk, attend, pages, None, carried))
             return
-        wanted = upload(np.array([part.begin for part in ends], dtype=np.int64), self.device)
+        count = len(ends)
+        wanted = upload(pad_indices([part.begin for part in ends], self._row_sizes), self.device)
+
+        def attend_padded(query: Tensor, pre_rope_query: Tensor) -> Attended:
+            made = attend(query[:count], pre_rope_query[:count])
+            lse = None if made.lse is None else pad_rows(made.lse, len(wanted))
+            return Attended(pad_rows(made.out, len(wanted)), lse)
+
         hidden, positions, slots = state.hidden[chunk], state.positions[chunk], state.slots[chunk]
         rows = self.decoder.layer(
-            unit.layer, hidden, positions, slots, attend, Target(pages), carried, wanted - unit.begin
+            unit.layer, hidden, positions, slots, attend_padded, Target(pages), carried, wanted - unit.begin
         )  # fmt: skip
-        state.put_rows(wanted, rows)
+        state.put_rows(wanted[:count], rows[:count])
 
     def _ends(self, state: JobState, unit: PrefillUnit, pages: Pages | None) -> list[PromptPart] | None:
         """Return the last token of each prompt that ends in the unit, if the layer's results are read for these tokens

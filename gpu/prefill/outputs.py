@@ -3,6 +3,7 @@
 A prompt's results depend on its own hidden states alone, and where units of logits are cut changes no bit of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from gpu.layers.decoder import Decoder
 from gpu.pooling import Pooling
 from gpu.prefill.job_state import JobState
+from gpu.prefill.row_sizes import pad_indices
 from gpu.prefill.scored_rows import cut_rows
 from gpu.sampling.logprobs import Logprobs, gather_logprobs, join_logprobs, to_pinned
 from gpu.sampling.sampler import Drawing
@@ -59,12 +61,12 @@ def score_tokens(decoder: Decoder, state: JobState, unit: LogitsUnit) -> None:
             state.scored[prompt.slot].append(gather_logprobs(logits, token_ids[rows.reported], num_top))
 
 
-def finish_job(decoder: Decoder, state: JobState) -> FinishedJob:
-    """Compute the results of a job whose layers are done. Nothing is drawn yet."""
+def finish_job(decoder: Decoder, state: JobState, row_sizes: Sequence[int]) -> FinishedJob:
+    """Compute the results of a job whose layers are done. Nothing is drawn yet. row_sizes: see `pad_indices`."""
     prompts, hidden = state.job.prompts, state.hidden
     assert hidden is not None
-    last_rows = upload(np.array(state.offsets[1:], dtype=np.int64) - 1, decoder.pool.device)
-    logits = decoder.projections.logits(hidden.index_select(0, last_rows))
+    last_rows = upload(pad_indices([offset - 1 for offset in state.offsets[1:]], row_sizes), decoder.pool.device)
+    logits = decoder.projections.logits(hidden.index_select(0, last_rows))[: len(prompts)]
     scored = {slot: join_logprobs(pieces) for slot, pieces in state.scored.items()}
     drawing = Drawing(logits, [prompt.slot for prompt in prompts], [prompt.samples for prompt in prompts])
     return FinishedJob(drawing, scored, _pool(decoder, state, hidden, logits))

@@ -8,6 +8,7 @@ import pytest
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.model.architecture import NAMED_SHAPES
+from gpu.prefill.row_sizes import pad_indices
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PrefillJob, PrefillPrompt, StepPlan, TokenLogprob, WindowWrite
@@ -17,7 +18,8 @@ from tests.tolerances import CHUNKING_LOGPROB_ATOL
 
 SHAPES = [name for name in NAMED_SHAPES if name.startswith("tiny")]
 LENGTHS = (90, 1, 33, 60)
-CHUNK_TOKENS = 24
+CHUNK_TOKENS = 24  # one unit has the ends of two prompts, two have one each
+ROW_SIZES, PADDED = (1, 3, 8), 3 + 1 + 1
 
 
 def load(shape: str) -> Runner:
@@ -64,15 +66,30 @@ def launch(runner: Runner, num_prompt_logprobs: int | None) -> tuple[dict[int, i
     return rows, [one.logprob for one in told]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_prompts_draw_what_they_draw_where_all_tokens_are_scored(shape: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "row_sizes"), [*((shape, ROW_SIZES) for shape in SHAPES), *((shape, ()) for shape in SHAPES[:3])]
+)
+def test_prompts_draw_what_they_draw_where_all_tokens_are_scored(shape: str, row_sizes: tuple[int, ...]) -> None:
     runner = load(shape)
     last = runner.architecture.main_layers - 1
     _, wanted = launch(runner, 0)
+    runner._prefill.use_row_sizes(row_sizes)
     rows, got = launch(runner, None)
     np.testing.assert_allclose(
         [one.logprob for one in got], [one.logprob for one in wanted], rtol=0, atol=CHUNKING_LOGPROB_ATOL
     )
     spec = runner.architecture.layers[last]
     is_cut = spec.has_mixer and spec.recurrent is None and last not in runner.pool.windows.shape.layers
-    assert rows[last] == (len(LENGTHS) if is_cut else sum(LENGTHS))
+    assert rows[last] == ((PADDED if row_sizes else len(LENGTHS)) if is_cut else sum(LENGTHS))
+
+
+@pytest.mark.parametrize(
+    ("indices", "padded"),
+    [([], []), ([5], [5]), ([5, 7], [5, 7, 7]), ([1, 2, 3], [1, 2, 3]), ([1, 2, 3, 4], [1, 2, 3, 4, 4, 4, 4, 4]),
+     (list(range(9)), list(range(9)))],
+)  # fmt: skip
+def test_rows_are_padded_by_the_last_one_to_the_least_size_that_holds_them(
+    indices: list[int], padded: list[int]
+) -> None:
+    assert pad_indices(indices, ROW_SIZES).tolist() == padded
+    assert pad_indices(indices, ()).tolist() == indices
