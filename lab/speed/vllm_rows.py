@@ -149,9 +149,7 @@ def open_vllm(kind: str, rows: Sequence[PeerRow], kv: str) -> Stepper:
     return Stepper(llm.llm_engine, sampling)
 
 
-def run_rows(
-    stepper: Stepper, weights: str, rows: Sequence[PeerRow], file: Path, rate_files: Sequence[Path]
-) -> None:
+def run_rows(stepper: Stepper, weights: str, rows: Sequence[PeerRow], file: Path, rate_files: Sequence[Path]) -> None:
     """Run the rows that the file does not have, and write each as soon as it is done.
 
     weights: how the rows name the kind of weights, and of keys and values.

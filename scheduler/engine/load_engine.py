@@ -9,6 +9,7 @@ from functools import partial
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
+from gpu.late_compilations import report_late_compilations
 from gpu.layers.rope import rope_key
 from gpu.load import LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
@@ -139,6 +140,7 @@ def _make_engine(
             rehearse(runner.rehearsal, scheduler, plan.chunk_tokens)
             parts = {part.id: part for part in served_parts(profiles.values())}
             learn_times(runner, parts, gpu.graph_batch_sizes, plan.kv)
+        report_late_compilations()
     log.info("steps %s", describe_steps(scheduler_config, gpu, plan))
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(
