@@ -4,7 +4,7 @@ Attention is passed in, or comes between the two halves of a layer. Each hidden 
 attention returns for that row, so padding rows and packed neighbours change nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -266,6 +266,15 @@ class Decoder:
             hidden = self.projections.mlp(index, hidden, slots, exchange, adapters, overwrites=True)
         inputs = None if carried is None or carried.inputs is None else carried.inputs[:, index - carried.first_layer]
         return self.projections.end(index, hidden, inputs)
+
+    def warm_up_output(self, index: int, sizes: Sequence[int]) -> None:
+        """Compile a layer's output projection for so many tokens, whose attention is in the weights' dtype."""
+        embedding = self.weights.embedding
+        for size in sizes:
+            hidden = torch.zeros(size, self.architecture.hidden, dtype=embedding.dtype, device=embedding.device)
+            attended = hidden.new_zeros(size, self.projections.num_attended(index))
+            slots = torch.full((size,), -1, dtype=torch.int32, device=embedding.device)
+            self.projections.output(index, attended, hidden, self._adapters_of(slots, None), overwrites=True)
 
     def _adapters_of(self, slots: Tensor, carried: Carried | None) -> AdapterRows | None:
         """Return the adapters of tokens in these slots. They are looked up once for all layers of a step."""

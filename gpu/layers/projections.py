@@ -101,12 +101,9 @@ class Projections:
         for experts, norm in kinds.values():
             experts.warm_up(most_tokens, norm)
 
-    def warm_up_output(self, layer: int, sizes: Sequence[int]) -> None:
-        """Compile the output projection of a layer for so many tokens, whose attention is in the weights' dtype."""
-        embedding = self.weights.embedding
-        for size in sizes:
-            hidden = torch.zeros(size, len(self.weights.final_norm), dtype=embedding.dtype, device=embedding.device)
-            self.output(layer, hidden.new_zeros(size, self._matrices[layer]["output"].shape[1]), hidden)
+    def num_attended(self, layer: int) -> int:
+        """Return the width of what the layer's output projection takes."""
+        return self._matrices[layer]["output"].shape[1]
 
     def choose_tiles(self, sizes: Sequence[int], seconds: Callable[[Callable[[], object]], float]) -> None:
         """Time how decode steps of so many rows are best multiplied by plain matrices and by those that round tokens to

@@ -106,7 +106,7 @@ class Prefill:
         self._row_sizes = tuple(sizes)
         last = self.decoder.architecture.main_layers - 1
         if self.decoder.specs[last].recurrent is None and self.decoder.specs[last].has_mixer:
-            self.decoder.projections.warm_up_output(last, sizes)
+            self.decoder.warm_up_output(last, sizes)
 
     def drop_graphs(self) -> None:
         """Free all captured layers."""

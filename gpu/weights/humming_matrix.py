@@ -83,6 +83,10 @@ class HummingMatrix:
         self.kernels = _kernels(config, packed.device)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.inner
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 

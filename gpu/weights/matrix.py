@@ -38,6 +38,10 @@ class Matrix(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Return the numbers of rows and of columns."""
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes that a product reads, including scales and zero points."""
 

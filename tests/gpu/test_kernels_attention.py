@@ -194,10 +194,10 @@ def attend_in_integers(paged: Paged, row: int, query_top: int, weight_top: int) 
 
 
 @on_devices
-@pytest.mark.parametrize("shape", SHAPES[:6])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] <= 16 * shape[1] and shape[2] < 512])
 def test_products_of_integers_keep_16_bits_of_queries_and_of_weights(shape, device):
     paged = Paged(torch.bfloat16, device, shape, [700], stored=torch.int8)
-    assert multiplies_integers(paged.query, kind_of(paged.key_pages))
+    assert multiplies_integers(paged.query, shape[0] // shape[1], kind_of(paged.key_pages))
     wanted = paged.wanted()[0]
     assert distance(paged.run().out, wanted) < INTEGER_PRODUCTS
     for query_top, weight_top in ((127, LARGEST_INTEGER), (LARGEST_INTEGER, 127)):

@@ -9,8 +9,8 @@ and weights.
 
 int8 codes are not widened at all for queries of 16 bits: queries and weights become integers of 16 bits with scales of
 their own, each of them two columns of 8 bits, so that tensor cores multiply integers. Such a product is exact. The
-rounding of a query or weight is at most 1 / 65,024 of the largest of its head (and, of weights, of the warp's cells),
-where bfloat16 rounds each to 1 / 512 of itself.
+rounding of a query or weight is at most 1 / 63,000 of the largest of its head (and, of weights, of the warp's cells).
+In bfloat16 queries would not be rounded, and each weight to 1 / 512 of itself.
 
 Pages of which no head reads a cell are never touched. In other pages, cells that no head reads may be loaded and
 ignored, since every code is a number. A warp keeps its own state until `merge_warps`.
@@ -24,6 +24,7 @@ from gpu.operations.kv.kv_rows import INT8, floats_of, widen
 
 RUN_CELLS = 16  # consecutive cells that share a page; a warp takes a multiple of this at once
 MIN_GROUP_COLUMNS = 8  # the smallest tile of a second operand
+MOST_INTEGER_GROUP = 16
 LARGEST_INTEGER = 127 * 256  # the largest that two columns of 8 bits can hold on both sides of 0
 SMALLEST_INTEGER_TOP = 1e-30  # what is smaller is rounded as this is, so that the inverse of a scale is finite
 
@@ -35,9 +36,12 @@ _RUN, _LARGEST_INTEGER = tl.constexpr(RUN_CELLS), tl.constexpr(LARGEST_INTEGER)
 _SMALLEST_INTEGER_TOP = tl.constexpr(SMALLEST_INTEGER_TOP)
 
 
-def multiplies_integers(query: Tensor, kind: int) -> bool:
-    """Return whether products are of integers: codes are int8, and queries have 16 bits and one of these dims."""
-    return kind == INT8 and query.element_size() == 2 and query.shape[-1] in INTEGER_CONFIGS
+def multiplies_integers(query: Tensor, group: int, kind: int) -> bool:
+    """Return whether products are of integers: codes are int8, and queries have 16 bits, one of these dims, and not
+    more heads a KV head than a warp has registers for.
+    """
+    fits = query.shape[-1] in INTEGER_CONFIGS and group <= MOST_INTEGER_GROUP
+    return kind == INT8 and query.element_size() == 2 and fits
 
 
 @triton.jit

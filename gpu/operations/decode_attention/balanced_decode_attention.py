@@ -242,7 +242,7 @@ def launch_balanced(
     kv_heads, page_tokens = key_pages.shape[1:3]
     group, pairs = heads // kv_heads, requests * kv_heads
     block_dim, kind = triton.next_power_of_2(dim), kind_of(key_pages)
-    integers = multiplies_integers(query, kind)
+    integers = multiplies_integers(query, group, kind)
     block_tokens, num_warps, num_stages, registers = CONFIGS[key_pages.element_size(), dim]
     programs = PROGRAMS_PER_SM
     if integers:

@@ -262,7 +262,7 @@ def _launch_splits(reads: PagedReads, maxima: Tensor | None, workspace: Workspac
     _, lse, covered = given
     (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
     group, kind = heads // kv_heads, kind_of(key_pages)
-    integers = multiplies_integers(query, kind)
+    integers = multiplies_integers(query, group, kind)
     config = INTEGER_CONFIGS[dim] if integers else CONFIGS[key_pages.element_size(), dim]
     block_tokens, num_warps, num_stages, programs = config
     filling = filling_splits(requests * kv_heads, workspace.num_sms, programs)
