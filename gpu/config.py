@@ -156,10 +156,9 @@ class GpuConfig(Settings):
         description="format of keys and values on the device: `dtype`, or 8-bit codes with a scale for each token and "
         "KV head, of which int8 rounds less and is read faster. auto: `dtype`; but bfloat16 on a CPU if `dtype` is "
         "auto too, the compiled step computes the model, and there is no `host` and no `documents`. That halves the "
-        "bytes, with next-token distributions within 5e-5 "
-        "(KL). A draft model has the same format, but not bfloat16 where auto would choose float32 for it. "
-        "`host.rows` sets the format in host memory. On a CPU the compiled step reads all formats but fp8, which runs "
-        "layer by layer",
+        "bytes, with next-token distributions within 5e-5 (KL). A draft model has the same format, but not bfloat16 "
+        "where auto would choose float32 for it. `host.rows` sets the format in host memory. On a CPU the compiled "
+        "step reads all formats but fp8, which runs layer by layer",
     )
     experts_gib: float | Literal["auto"] | None = Field(
         None,

@@ -4,8 +4,8 @@
 # Rows are written as they are done, and those that the folder has are not run again: a run that was cut goes on.
 # ROWS: names with commas (`python -m lab.speed.vllm_rows -h`), `short` (all but 96K) or `all`. VLLM_PATH: where vLLM lies,
 # if it is not installed: folders, with colons. PRODUCTS: of ours in few bits, as `model.products` (humming: the library).
-# KV: 8-bit keys and values on both sides: `gpu.kv` is this (fp8, int8), by which rows are named, and vLLM's cache fp8. FAVOUR, CHUNK: of ours, as `scheduler.favour` and
-# `scheduler.prefill.chunk_tokens`. Arrivals come at 0.7 of the slower side's best rate: in the second of two runs of
+# KV: 8-bit keys and values on both sides: ours as `gpu.kv` (fp8, int8), by which rows are named, vLLM's always in fp8.
+# FAVOUR, CHUNK: of ours, as `scheduler.favour` and `scheduler.prefill.chunk_tokens`. Arrivals come at 0.7 of the slower side's best rate: in the second of two runs of
 # ours; or at RATE a second: 11.85 is that of docs/PERFORMANCE.md. About 60 s of loads for a side and kind, 25 s for our
 # start and 50 to 125 s for vLLM's.
 set -uo pipefail

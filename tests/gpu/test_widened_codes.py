@@ -7,6 +7,7 @@ import pytest
 
 from gpu.operations.decode_attention import balanced_decode_attention, paged_decode_attention
 from gpu.operations.decode_attention.attended_codes import INTEGER_CONFIGS, RUN_CELLS
+from gpu.operations.decode_attention.split_rows import MOST_PROGRAMS_PER_SM
 from gpu.operations.kv import kv_rows
 from tests.gpu.packed_oracle import e4m3
 
@@ -72,3 +73,8 @@ def test_every_warp_takes_whole_runs_of_codes():
             assert block_tokens == runs * num_warps * RUN_CELLS
     for block_tokens, num_warps, *_ in INTEGER_CONFIGS.values():
         assert block_tokens == 2 * num_warps * RUN_CELLS  # tensor cores multiply 32 integers at once
+
+
+def test_a_workspace_has_room_for_the_programs_of_every_kernel():
+    for configs in (INTEGER_CONFIGS, paged_decode_attention.CONFIGS):
+        assert max(programs for *_, programs in configs.values()) <= MOST_PROGRAMS_PER_SM

@@ -32,8 +32,6 @@ from gpu.operations.decode_attention.balanced_decode_attention import launch_bal
 from gpu.operations.decode_attention.decode_launch import Given, PagedReads, Workspace
 from gpu.operations.decode_attention.paged_decode_reference import attend_cells, attend_whole
 from gpu.operations.decode_attention.split_rows import (
-    MOST_PROGRAMS_PER_SM,
-    PROGRAMS_PER_SM,
     filling_splits,
     num_rows,
     num_splits,
@@ -46,21 +44,21 @@ from transfer.partial import Partial
 # (itemsize of a stored element, dim): block_tokens, num_warps, num_stages, programs per multiprocessor. Every row fits
 # 99 KiB of shared memory.
 CONFIGS = {
-    (1, 64): (32, 1, 3, MOST_PROGRAMS_PER_SM),
-    (1, 96): (32, 1, 3, MOST_PROGRAMS_PER_SM),
-    (1, 128): (32, 1, 3, MOST_PROGRAMS_PER_SM),
-    (1, 256): (64, 4, 3, PROGRAMS_PER_SM),
-    (1, 512): (64, 4, 1, PROGRAMS_PER_SM),
-    (2, 64): (64, 2, 3, MOST_PROGRAMS_PER_SM),
-    (2, 96): (64, 4, 2, PROGRAMS_PER_SM),
-    (2, 128): (32, 2, 2, MOST_PROGRAMS_PER_SM),
-    (2, 256): (32, 4, 2, PROGRAMS_PER_SM),
-    (2, 512): (16, 4, 2, PROGRAMS_PER_SM),
-    (4, 64): (32, 4, 2, PROGRAMS_PER_SM),
-    (4, 96): (32, 4, 2, PROGRAMS_PER_SM),
-    (4, 128): (32, 4, 2, PROGRAMS_PER_SM),
-    (4, 256): (16, 4, 2, PROGRAMS_PER_SM),
-    (4, 512): (16, 4, 1, PROGRAMS_PER_SM),
+    (1, 64): (32, 1, 3, 8),
+    (1, 96): (32, 1, 3, 8),
+    (1, 128): (32, 1, 3, 8),
+    (1, 256): (64, 4, 3, 4),
+    (1, 512): (64, 4, 1, 4),
+    (2, 64): (64, 2, 3, 8),
+    (2, 96): (64, 4, 2, 4),
+    (2, 128): (32, 2, 2, 8),
+    (2, 256): (32, 4, 2, 4),
+    (2, 512): (16, 4, 2, 4),
+    (4, 64): (32, 4, 2, 4),
+    (4, 96): (32, 4, 2, 4),
+    (4, 128): (32, 4, 2, 4),
+    (4, 256): (16, 4, 2, 4),
+    (4, 512): (16, 4, 1, 4),
 }
 
 REDUCED_DIMS = 128  # of a program that merges splits: with all 512 of a head it would take as long as attention

@@ -6,8 +6,8 @@ from transfer.arrays import ArraySpec
 
 MAX_SPLITS = 128
 MAX_SPLIT_TOKENS = 8192
-PROGRAMS_PER_SM = 4  # of kernels whose programs have four warps
-MOST_PROGRAMS_PER_SM = 8  # of all kernels
+PROGRAMS_PER_SM = 4  # unless a kernel's configuration says otherwise
+MOST_PROGRAMS_PER_SM = 8  # of all configurations
 LEAST_PIECES = 5  # used without a GPU, where the interpreter runs each
 MOST_PROGRAMS = 4096  # twice what fills any device
 LEAST_GAIN = 0.95  # more splits must reduce a launch's estimated time to this
